@@ -373,6 +373,11 @@ class Mesh:
         return self.comm("cp")
 
     @property
+    def replicas(self) -> Communicator:
+        """Ranks with the same parameters, over which gradients are summed: dp × cp; collective."""
+        return self.dp if self.layout.cp == 1 else self.comm("dp", "cp")
+
+    @property
     def tp(self) -> Communicator:
         """Ranks that share each layer."""
         return self.comm("tp")

@@ -1,18 +1,20 @@
 #!/bin/bash
-# Serve a trained model with vLLM, on the GPUs of all nodes: layers divided within a node (tensor parallelism), and
-# over the nodes (a pipeline), which Ray starts for it. The server speaks OpenAI's API until the job ends.
+# Serve a trained model with vLLM, until the job ends; the server speaks OpenAI's API. On GPUs layers are divided
+# within a node (tensor parallelism), and over the nodes (a pipeline), which Ray starts for it. On CPUs: one node.
 #
-#   sbatch jobscripts/serve-vllm.sh runs/tiny                     what `hpcpar train` left there
+#   sbatch jobscripts/serve-vllm.sh runs/tiny                     what `hpcpar train` left there, on GPUs
 #   sbatch jobscripts/serve-vllm.sh models/llama --max-model-len 4096
-#   sbatch jobscripts/serve-vllm.sh --dry-run runs/tiny           export and Ray for real, vLLM's command only shown
+#   sbatch --nodes=1 --gpus-per-node=0 jobscripts/serve-vllm.sh runs/tiny --tp 2      on a node's cores
+#   sbatch jobscripts/serve-vllm.sh runs/tiny --dry-run           export and checks; vLLM's command is only shown
 #
-#   curl http://NODE:8000/v1/completions -H 'Content-Type: application/json' \
-#       -d '{"model": "tiny", "prompt": "def main(", "max_tokens": 50}'          from within the cluster
-#   ssh -L 8000:NODE:8000 login-node                                             from without: then localhost:8000
+# The job's output says "ready" and how to ask, once the model has answered; vLLM's log is there, too. Within the
+# cluster that is http://NODE:8000; from without `ssh -L 8000:NODE:8000 login-node`, then http://localhost:8000.
+# Several servers on a node need a port each: --port 8001. Whoever reaches the port may ask, if --api-key is not
+# given. `scancel JOB` ends it.
 #
-# The first word is a run, or a model in Hugging Face's format; all others are options of `vllm serve`. Submit from the
-# directory that has .venv. vLLM (`pip install vllm`) brings its own torch: it may need an environment of its own,
-# with Ray and hpcpar in it.
+# The first word is a run, or a model in Hugging Face's format; all others are options of `hpcpar serve` and of
+# vLLM. Submit from the directory that has .venv. For CPUs `make install-serve` installs vLLM into .venv-serve; for
+# GPUs activate an environment that has vLLM, Ray and hpcpar (`pip install vllm ray`), or name it by --python.
 #SBATCH --job-name=hpcpar-serve-vllm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -30,36 +32,26 @@ if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 # ------------------------------------------------------------------------------------------------------
 set -euo pipefail
 
-dry_run=false
-if [ "${1:-}" = --dry-run ]; then
-    dry_run=true
-    shift
-fi
 model=${1:?a run of hpcpar train, or a model directory}
-shift
-port=${PORT:-8000}
+gpus=${SLURM_GPUS_ON_NODE:-0}
+serve=(hpcpar serve "$model" --host 0.0.0.0)
 
-if ! $dry_run && ! command -v vllm > /dev/null; then
-    echo "serve-vllm.sh: there is no vllm on the PATH: pip install vllm, or see what would run with --dry-run" >&2
-    exit 2
+if [ "$gpus" -eq 0 ]; then
+    if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+        echo "serve-vllm.sh: $SLURM_JOB_NUM_NODES nodes without GPUs, but vLLM on CPUs serves within one:" \
+            "submit with --nodes=1, or for GPUs with --gpus-per-node" >&2
+        exit 2
+    fi
+    exec "${serve[@]}" "${@:2}"
 fi
 
-name=$(basename "$model")
-if [ ! -f "$model/config.json" ]; then
-    hpcpar export "$model" "runs/export-$SLURM_JOB_ID"
-    model=runs/export-$SLURM_JOB_ID
-fi
+serve+=(
+    --tp "$gpus" --pp "$SLURM_JOB_NUM_NODES" "${@:2}" --distributed-executor-backend ray
+)
+"${serve[@]}" --dry-run    # what cannot work is known before Ray starts
+case " ${*:2} " in *" --dry-run "*) exit ;; esac
 
 # shellcheck source=jobscripts/ray-cluster.sh
 . jobscripts/ray-cluster.sh
 
-serve=(
-    vllm serve "$model" --served-model-name "$name" --host 0.0.0.0 --port "$port"
-    --distributed-executor-backend ray
-    --tensor-parallel-size "$SLURM_GPUS_ON_NODE" --pipeline-parallel-size "$SLURM_JOB_NUM_NODES"
-    "$@"
-)
-echo "on $(hostname): ${serve[*]}"
-if ! $dry_run; then
-    VLLM_HOST_IP=$ray_ip "${serve[@]}"
-fi
+VLLM_HOST_IP=$ray_ip "${serve[@]}"

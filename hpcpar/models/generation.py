@@ -19,9 +19,7 @@ class LanguageModel(Protocol):
     sequence_multiple: int
     training: bool
 
-    def __call__(self, tokens: Tensor) -> Tensor: ...
-
-    def whole_logits(self, logits: Tensor) -> Tensor: ...
+    def logits_at(self, tokens: Tensor, place: int) -> Tensor: ...
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -69,7 +67,7 @@ def _next_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
     length = window.shape[1]
     # Attention is causal: the padding does not change the logits before it.
     padded = functional.pad(window, (0, -length % multiple))
-    return model.whole_logits(model(padded)[:, length - 1])
+    return model.logits_at(padded, length - 1)
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from hpcpar.context_parallel import ContextParallel
 from hpcpar.models.loss import Reduction, next_token_loss
 from hpcpar.tensor_parallel import Dropout, RandomStreams, RMSNorm, Stream, causal_attention
 
@@ -82,6 +83,8 @@ class Layers:
     streams             random numbers of dropout
     residual_stream     stream for dropout before the residual sum
     sequence_multiple   sequences must be a multiple of it
+    places              gives the places of this rank's tokens in their sequence, for dropout; None: by stream
+    context             ranks that share each sequence; None: each has whole sequences
     """
 
     column_linear: LinearFactory = Linear
@@ -97,3 +100,5 @@ class Layers:
     streams: RandomStreams = field(default_factory=lambda: RandomStreams(0, 0))
     residual_stream: Stream = "same"
     sequence_multiple: int = 1
+    places: Callable[[], Tensor] | None = None
+    context: ContextParallel | None = None

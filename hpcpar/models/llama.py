@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.autograd import Recompute, recompute
+from hpcpar.context_parallel import Mask
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models.initialise import initial_value, initialise
 from hpcpar.models.layers import Layers
@@ -125,7 +126,7 @@ class DecoderLayer(nn.Module):
 
 
 def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
-    return Dropout(config.dropout, layers.streams, stream)
+    return Dropout(config.dropout, layers.streams, stream, layers.places)
 
 
 class Decoder(nn.Module):
@@ -136,6 +137,7 @@ class Decoder(nn.Module):
         self.config = config
         self.part = part
         self.sequence_multiple = layers.sequence_multiple
+        self._context = layers.context
         if part.embeds:
             self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
@@ -146,8 +148,13 @@ class Decoder(nn.Module):
             self.norm = layers.norm(config.hidden_size, config.norm_epsilon)
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, S], or the previous part's output, and positions [S] (None = 0 … S - 1) -> [B, S, H]"""
-        if positions is None:
+        """tokens [B, S], or the previous part's output, and positions [S] -> [B, S, H]
+
+        positions   None: 0 … S - 1, or those of this rank's tokens in their documents
+        """
+        if positions is None and self._context is not None:
+            positions = self._context.positions().to(inputs.device)
+        elif positions is None:
             positions = torch.arange(self.sequence(inputs), device=inputs.device)
         hidden: Tensor = self.embed_tokens(inputs) if self.part.embeds else inputs
         rotation = rotary_tables(positions, self.config.head_width, self.config.rope_theta, hidden.dtype)
@@ -198,6 +205,7 @@ class Llama(nn.Module):
                 self.lm_head.weight = embedding
         self.sequence_multiple = layers.sequence_multiple
         self.random_streams = layers.streams
+        self.context = layers.context
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
         if seed is not None:
@@ -212,10 +220,15 @@ class Llama(nn.Module):
         without the embedding takes [B, S, H] of the part before, and one without the head returns such; S is
         then this rank's part of the sequence, with sequence parallelism.
 
+        With a `context` tokens are those of whole sequences, the same on all its ranks. Each takes its own,
+        and so its logits are of these alone: see `logits_at`.
+
         positions   [S], of each token in the whole sequence, for a rank that holds a part of it; None = 0 …
                     S - 1
         """
-        sequence = self.model.sequence(inputs)
+        if self.context is not None and self.part.embeds:
+            inputs = self.context.own_tokens(inputs)
+        sequence = self.model.sequence(inputs) if self.context is None else self.context.longest
         if sequence > self.config.max_sequence:
             raise ConfigError(
                 f"a sequence of {sequence} tokens is longer than max_sequence="
@@ -225,8 +238,19 @@ class Llama(nn.Module):
         return self.lm_head(hidden) if self.part.heads else hidden
 
     def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-        """Return `next_token_loss` of `forward`'s logits, also where each rank has a part of them."""
-        return self._loss(logits, targets, reduction=reduction)
+        """Return `next_token_loss` of `forward`'s logits, also where each rank has a part of them.
+
+        targets   [B, S], of whole sequences
+        """
+        own = targets if self.context is None else self.context.own_tokens(targets)
+        return self._loss(logits, own, reduction=reduction)
+
+    def logits_at(self, tokens: Tensor, place: int) -> Tensor:
+        """Return the logits [B, V] of what follows tokens [B, S] at a place, on every rank; collective."""
+        if self.context is None:
+            return self.whole_logits(self(tokens)[:, place])
+        with self.context.using(Mask(tokens.shape[1])):
+            return self.whole_logits(self.context.unshard(self(tokens))[:, place])
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Return all of `forward`'s logits on every rank; collective where each has a part."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from hpcpar.context_parallel import ContextParallel
 from hpcpar.models.layers import Layers
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
@@ -17,6 +19,7 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
+    causal_attention,
     project,
     vocabulary_parallel_cross_entropy,
     whole_logits,
@@ -29,10 +32,15 @@ if TYPE_CHECKING:
 
 
 def parallel_layers(
-    config: LlamaConfig, tp: TensorParallel | Communicator, *, streams: RandomStreams | None = None
+    config: LlamaConfig,
+    tp: TensorParallel | Communicator,
+    *,
+    context: ContextParallel | None = None,
+    streams: RandomStreams | None = None,
 ) -> Layers:
     """Divide heads, ffn and vocabulary over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
 
+    context   ranks that share each sequence, as well; None: each has whole ones
     streams   random numbers of dropout; None: from seed 0
     errors    LayoutError for heads or an ffn_size that do not divide among the ranks; key-value heads may be
               fewer than ranks, and a vocabulary that does not divide is padded
@@ -63,4 +71,13 @@ def parallel_layers(
         streams=streams or RandomStreams(0, tp.rank),
         residual_stream="different" if tp.sequence_parallel else "same",
         sequence_multiple=tp.size if tp.sequence_parallel else 1,
+        attention=causal_attention if context is None else context.model_attention,
+        context=context,
+        places=None if context is None else partial(_own_places, context, tp),
     )
+
+
+def _own_places(context: ContextParallel, tp: TensorParallel) -> Tensor:
+    """Return the places of the tokens that this rank has between the layers."""
+    places = context.places()
+    return torch.tensor_split(places, tp.size)[tp.rank] if tp.sequence_parallel else places

@@ -66,6 +66,7 @@ class LlamaStages(nn.Module):
         self.random_streams = layers.streams
         self.sequence_multiple = layers.sequence_multiple
         self.tied_names = {HEAD: EMBEDDING} if config.tie_embeddings and len(split) > 1 else {}
+        self.context = layers.context
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
         # A dict is no submodule: _register makes the tree with the whole model's names.
@@ -112,7 +113,8 @@ class LlamaStages(nn.Module):
 
     def loss(self, logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
         """Return `Llama.loss` of the last stage's output."""
-        return self._loss(logits, targets, reduction=reduction)
+        own = targets if self.context is None else self.context.own_tokens(targets)
+        return self._loss(logits, own, reduction=reduction)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Return `Llama.whole_logits` of the last stage's output."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Pipeline:
     loss       (output of the last stage, target of the microbatch) -> a tensor of one number; None: the last
                stage's output is the loss
     no_sync    context around actions whose gradients are not the last of a step: see `late_from`
+    around     microbatch -> context around each of its actions
     effect     parameters note that other stages are on other ranks of `comm`, so that norms are over all
     errors     MismatchError on every rank if schedules differ, ScheduleError if the schedule is wrong,
                PeerFailedError if a rank has other stages than its row
@@ -83,6 +85,7 @@ class Pipeline:
         *,
         loss: Loss | None = None,
         no_sync: NoSync = nullcontext,
+        around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
         rows = " | ".join(" ".join(map(str, row)) for row in schedule.rows)
         require_same(comm, f"a pipeline by {schedule.name or 'a schedule'}: {rows}")
@@ -110,6 +113,7 @@ class Pipeline:
         self.peak_alive = 0
         self._loss = loss
         self._no_sync = no_sync
+        self._around_microbatch = around
         self._late_from = late_from(schedule, comm.rank)
         self._specs: OrderedDict[bytes, dict[tuple[int, int], OutputSpec]] = OrderedDict()
         self._timed: list[Timed] = []
@@ -208,7 +212,7 @@ class Pipeline:
         executor = ScheduleExecutor(self.comm, schedule, self.stages, mailbox, own_inputs, finish)
         modules = [stage.module for stage in self.stages.values()]
         with poking_between_layers(modules, self.comm.poke), adding_in_place(modules):
-            executor.run(self._around if is_step else lambda _: nullcontext())
+            executor.run(partial(self._around, schedule, is_step))
         self._remember(agreed.key, mailbox)
         self._timed, self.peak_alive = executor.timed, executor.peak_alive
         return [executor.results[number] for number in range(agreed.microbatches)] if has_last else None
@@ -235,9 +239,12 @@ class Pipeline:
         ]
         return f"{signature(inputs)} {modes}"
 
-    def _around(self, position: int) -> AbstractContextManager[Any]:
-        makes_gradients = self.schedule.rows[self.comm.rank][position].kind != "F"
-        return self._no_sync() if makes_gradients and position < self._late_from else nullcontext()
+    @contextmanager
+    def _around(self, schedule: Schedule, is_step: bool, position: int) -> Iterator[None]:
+        action = schedule.rows[self.comm.rank][position]
+        is_early = is_step and action.kind != "F" and position < self._late_from
+        with self._around_microbatch(action.microbatch), self._no_sync() if is_early else nullcontext():
+            yield
 
     def _remember(self, key: bytes, mailbox: Mailbox) -> None:
         """Remember the specs of a finished pass: all ranks finish the same ones, and none that failed."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hpcpar.autograd.random_by_place import kept_by_place
 from hpcpar.errors import ConfigError
 from hpcpar.tensor_parallel.random_streams import STREAMS, RandomStreams, Stream
 
@@ -16,10 +18,18 @@ class Dropout(nn.Module):
     """Zero elements with a probability, and scale the others so that the mean stays; off in eval mode.
 
     stream   "same" for a tensor that all tp ranks hold, "different" for a sharded one
+    places   gives the places of the tokens of tensors [B, N, H] in their sequence: what is dropped of a token
+             then depends on its place, and not on which rank has it; None: it depends on the stream alone
     errors   ConfigError for a probability outside [0, 1), or an unknown stream
     """
 
-    def __init__(self, probability: float, streams: RandomStreams, stream: Stream) -> None:
+    def __init__(
+        self,
+        probability: float,
+        streams: RandomStreams,
+        stream: Stream,
+        places: Callable[[], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         if not 0 <= probability < 1:
             raise ConfigError(f"dropout={probability}: give a probability from 0 to below 1")
@@ -28,6 +38,7 @@ class Dropout(nn.Module):
         self.probability = probability
         self.random_streams = streams
         self.stream: Stream = stream
+        self._places = places
 
     @property
     def is_active(self) -> bool:
@@ -38,8 +49,13 @@ class Dropout(nn.Module):
         if not self.is_active:
             return tensor
         kept = 1 - self.probability
-        mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
-        mask.bernoulli_(kept, generator=self.random_streams.generator(self.stream))
+        if self._places is None:
+            mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
+            mask.bernoulli_(kept, generator=self.random_streams.generator(self.stream))
+        else:
+            rows, _, columns = (torch.arange(size, device=tensor.device) for size in tensor.shape)
+            places = self._places().to(tensor.device)
+            mask = kept_by_place(self.random_streams.seed("same"), (rows, places), columns, kept)
         return _Masked.apply(tensor, mask, 1 / kept)  # type: ignore[no-any-return, no-untyped-call]
 
     def extra_repr(self) -> str:

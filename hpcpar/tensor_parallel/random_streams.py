@@ -41,6 +41,12 @@ class RandomStreams:
     def generator(self, stream: Stream) -> torch.Generator:
         return self.same if stream == "same" else self.different
 
+    def seed(self, stream: Stream) -> int:
+        """Draw the seed of numbers that depend on a place: see `hpcpar.autograd.random_by_place`."""
+        generator = self.generator(stream)
+        drawn = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
+        return int(drawn)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the states of both as bytes: 5 kB each on the CPU, 16 bytes on a GPU."""
         return {stream: self.generator(stream).get_state() for stream in STREAMS}

@@ -12,6 +12,7 @@ from hpcpar.data import Dataset, Prepared, Sampler
 from hpcpar.errors import ConfigError, DataError
 from hpcpar.partition import bounds
 from hpcpar.training.config import Config
+from hpcpar.training.sequences import Sequences
 
 
 class RankBatches:
@@ -22,8 +23,16 @@ class RankBatches:
     errors    ConfigError for fewer sequences than ranks; DataError for too little text
     """
 
-    def __init__(self, config: Config, data: Prepared, dp_comm: Communicator, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data: Prepared,
+        dp_comm: Communicator,
+        device: torch.device,
+        sequences: Sequences,
+    ) -> None:
         train = config.train
+        self._sequences = sequences
         self._config = config
         self._dp = dp_comm
         self._device = device
@@ -63,7 +72,8 @@ class RankBatches:
         return bounds(sequences, self._dp.size)[self._dp.rank]
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0].to(self._device), batch[1].to(self._device)
+        tokens, targets = batch[0], self._sequences.targets(*batch)
+        return tokens.to(self._device), targets.to(self._device)
 
     def _require_enough_sequences(self, held_out_tokens: int) -> None:
         config, ranks = self._config, self._dp.size

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hpcpar.comm import Communicator
-from hpcpar.data import Prepared, prepare
+from hpcpar.context_parallel import ContextParallel
+from hpcpar.data import Prepared, Tokenizer, prepare
 from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
@@ -20,6 +21,7 @@ from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.training.pipelined import item_costs, make_schedule, require_zero_stage, split_of_layers
+from hpcpar.training.sequences import Sequences
 from hpcpar.units import MiB
 
 
@@ -70,16 +72,50 @@ def tensor_parallel_of(config: Config, tp_comm: Communicator) -> TensorParallel:
     return TensorParallel(tp_comm, **config.tensor_parallel.model_dump())
 
 
+def sequences_of(config: Config, mesh: Mesh, tp: TensorParallel, tokenizer: Tokenizer) -> Sequences:
+    """Return how rows are read, and by which ranks together; collective over `mesh`.
+
+    errors   ConfigError for packed documents of text whose documents have no end
+    """
+    context = None
+    if config.data.pack_documents and tokenizer.end_of_document is None:
+        raise ConfigError(
+            "data.pack_documents = true, but data.eos_token = false: the documents of this text run "
+            "together, and nobody knows where one ends; name the token, or leave pack_documents out"
+        )
+    # With dropout, too: so what is dropped of a token does not depend on the number of ranks.
+    if mesh.cp.size > 1 or config.data.pack_documents or config.model.dropout:
+        context = ContextParallel(
+            mesh.cp,
+            **config.context_parallel.model_dump(),
+            multiple=tp.size if tp.sequence_parallel else 1,
+            even=mesh.pp.size > 1,
+        )
+    return Sequences(
+        config.train.global_batch * config.train.sequence,
+        context,
+        tokenizer.end_of_document if config.data.pack_documents else None,
+    )
+
+
 def build_model(
-    config: Config, vocabulary: int, device: torch.device, dp_comm: Communicator, tp: TensorParallel
+    config: Config,
+    vocabulary: int,
+    device: torch.device,
+    dp_comm: Communicator,
+    tp: TensorParallel,
+    context: ContextParallel | None = None,
 ) -> Llama:
     """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
+
+    context   ranks that share each sequence
 
     With zero_stage = 3 a rank holds only its shard of that part.
     """
     sizes, section, seed = config.model_config_for(vocabulary), config.optimizer, config.model.seed
-    streams = RandomStreams(config.train.seed, tp.rank, device, replica=dp_comm.rank)
-    layers = parallel_layers(sizes, tp, streams=streams)
+    replica = dp_comm.rank // (context.comm.size if context else 1)
+    streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
+    layers = parallel_layers(sizes, tp, context=context, streams=streams)
     if section.zero_stage == 3:
         with torch.device("meta"):
             model = Llama(sizes, layers, seed=None, recompute=config.recompute).to(_plain_dtype(config))
@@ -100,18 +136,24 @@ def build_model(
 
 
 def build_stages(
-    config: Config, vocabulary: int, device: torch.device, mesh: Mesh, tp: TensorParallel, microbatches: int
+    config: Config,
+    vocabulary: int,
+    device: torch.device,
+    mesh: Mesh,
+    tp: TensorParallel,
+    microbatches: int,
+    context: ContextParallel | None = None,
 ) -> tuple[LlamaStages, Schedule]:
     """Build this rank's stages, and the schedule of `mesh.pp` for so many microbatches. Collective.
 
-    The stages are the same on every rank of `mesh.dp`; each rank of `tp` has its part of every layer.
+    The stages are the same on every rank of dp and cp; each rank of `tp` has its part of every layer.
     errors   ScheduleError, LayoutError or ConfigError on all ranks
     """
     sizes = config.model_config_for(vocabulary)
     # Dropout masks differ between layers, and so between pipeline ranks.
     replica = mesh.pp.rank * mesh.dp.size + mesh.dp.rank
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
-    layers = parallel_layers(sizes, tp, streams=streams)
+    layers = parallel_layers(sizes, tp, context=context, streams=streams)
     costs = item_costs(config, sizes, layers, device, mesh.world)
     with mesh.world.together("dividing the model into stages"):
         schedule = make_schedule(config, mesh.pp.size, microbatches, costs)
@@ -120,7 +162,7 @@ def build_stages(
     own = schedule.stages_of(mesh.pp.rank)
     model = LlamaStages(sizes, layers, split, own, seed=config.model.seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
-    broadcast_parameters(model, mesh.dp)
+    broadcast_parameters(model, mesh.replicas)
     return model, schedule
 
 

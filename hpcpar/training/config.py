@@ -27,6 +27,7 @@ from pydantic import (
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm import select
+from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
 from hpcpar.training.usual_names import OF_OTHERS
@@ -89,6 +90,7 @@ class DataSection(Section):
     tokenizer   a Hugging Face `tokenizers` JSON file; None = bytes
     eos_token   the token of such a file that ends a document; None = the one named by the files beside it, or
                 one of the usual names; false = none, documents run together
+    pack_documents   no document sees another in attention: packed rows are as if each were read by itself
     held_out    share of the documents that is kept out of training for the held-out loss
     max_mib     limit on the standard library's text; paths are read whole
     cache       directory for the tokens, built once for the same files and tokenizer
@@ -98,6 +100,7 @@ class DataSection(Section):
     text_key: str = Field(default="text", min_length=1)
     tokenizer: Named | None = None
     eos_token: Annotated[str | Literal[False], BeforeValidator(_require_a_name)] | None = None
+    pack_documents: bool = False
     held_out: float = Field(default=0.05, gt=0, lt=1)
     max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     cache: Named = Path("runs/cache")
@@ -209,11 +212,13 @@ class MeshSection(Section):
 
     pp   pipeline: ranks that hold different layers
     dp   data: ranks that see different sequences
+    cp   context: ranks that share each sequence
     tp   tensor: ranks that share each layer
     """
 
     pp: int = 1
     dp: int = -1
+    cp: int = 1
     tp: int = 1
 
 
@@ -269,6 +274,22 @@ class TensorParallelSection(Section):
         return value
 
 
+class ContextParallelSection(Section):
+    """Attention of ranks that share each sequence. Fields as in `ContextParallel`.
+
+    method   "exchange" sends the keys that the mask needs, "ring" and "allgather" all of them; "ulysses"
+             exchanges heads; "ulysses+exchange" and "ulysses+ring" do so within a node
+    inner    for the last two: neighbouring ranks that exchange heads; None = those of a node
+    keep     keep other ranks' keys for backward: fewer bytes, more memory
+    narrow   gradients of keys travel in the type of the activations, not in float32
+    """
+
+    method: Method = "exchange"
+    inner: int | None = Field(default=None, gt=0)
+    keep: bool = False
+    narrow: bool = False
+
+
 class OutputSection(Section):
     """Files of a run, and when they are written.
 
@@ -300,6 +321,7 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     mesh: MeshSection = MeshSection()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
+    context_parallel: ContextParallelSection = ContextParallelSection()
     pipeline: PipelineSection = PipelineSection()
     output: OutputSection = OutputSection()
 

@@ -43,7 +43,7 @@ class Passes:
 
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
-    sequence      tokens in a sequence
+    sequence      tokens of a sequence on this rank; None: it depends on the documents in it
     intervals     steps after each of which losses are summed
     loads         of checkpoints
     """
@@ -51,7 +51,7 @@ class Passes:
     trained: Sequence[int]
     evaluations: int
     held_out: Sequence[int]
-    sequence: int
+    sequence: int | None
     intervals: Sequence[int]
     loads: int
 
@@ -95,9 +95,10 @@ def expected_traffic(
     total.update({(dp, collective): nbytes for collective, nbytes in gradients.items()})
     pp = None if worker is None else worker.pipeline.comm
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
-    total.update(_tensor_parallel(model, tp, passes, recompute, worker))
-    if worker is not None:
-        total.update(_pipeline(worker, tp, passes))
+    if passes.sequence is not None:
+        total.update(_tensor_parallel(model, tp, passes, passes.sequence, recompute, worker))
+        if worker is not None:
+            total.update(_pipeline(worker, tp, passes, passes.sequence))
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
@@ -113,6 +114,7 @@ def _tensor_parallel(
     model: Llama | LlamaStages,
     tp: TensorParallel,
     passes: Passes,
+    sequence: int,
     recompute: Recompute,
     worker: PipelinedModel | None,
 ) -> Counter[tuple[Communicator, str]]:
@@ -121,8 +123,8 @@ def _tensor_parallel(
     on_axis, on_sharers = tensor_parallel_calls(
         model.config,
         tp,
-        trained=passes.steps * [Microbatch(each, passes.sequence) for each in passes.trained],
-        evaluated=passes.evaluations * [Microbatch(each, passes.sequence) for each in passes.held_out],
+        trained=passes.steps * [Microbatch(each, sequence) for each in passes.trained],
+        evaluated=passes.evaluations * [Microbatch(each, sequence) for each in passes.held_out],
         recompute=recompute,
         parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
     )
@@ -137,7 +139,7 @@ def _tensor_parallel(
 
 
 def _pipeline(
-    worker: PipelinedModel, tp: TensorParallel, passes: Passes
+    worker: PipelinedModel, tp: TensorParallel, passes: Passes, sequence: int
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes of activations and their gradients between stages, and of tied weights' gradients.
 
@@ -145,7 +147,7 @@ def _pipeline(
     """
     model, schedule, comm = worker.model, worker.pipeline.schedule, worker.pipeline.comm
     homes = [schedule.rank_of_stage[stage] for stage in range(schedule.stages)]
-    tokens = passes.sequence // (tp.size if tp.sequence_parallel else 1)
+    tokens = sequence // (tp.size if tp.sequence_parallel else 1)
     total: Counter[tuple[Communicator, str]] = Counter()
     total[comm, "send"] += pipeline_nbytes(
         homes,

@@ -48,7 +48,7 @@ def require_memory(config: Config, vocabulary: int, mesh: Mesh, device: torch.de
     need = memory_need(
         config,
         sizes,
-        dp=mesh.dp.size,
+        dp=mesh.replicas.size,
         tp=mesh.tp.size,
         pp=mesh.pp.size,
         node_sharers=local if config.optimizer.shared_parameters else 1,

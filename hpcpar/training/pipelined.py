@@ -5,7 +5,8 @@ Shape letters: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Trace
+from hpcpar.context_parallel import Mask
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import ConfigError, ScheduleError
 from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaConfig, LlamaStages
 from hpcpar.models.layers import Layers
 from hpcpar.models.stages import measured_costs
+from hpcpar.partition import bounds
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs
 from hpcpar.pipeline_schedules import schedule_registry, text
@@ -26,6 +29,7 @@ from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.training.config import Config
+from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import span
 
 if TYPE_CHECKING:
@@ -159,7 +163,7 @@ class PipelinedModel:
     model           this rank's stages
     schedule        for the microbatches of a step
     tied            weights that other ranks hold too
-    global_tokens   in the global batch, over all dp ranks
+    sequences       the documents in a batch, and its targets
     """
 
     def __init__(
@@ -169,15 +173,21 @@ class PipelinedModel:
         mesh: Mesh,
         tied: TiedWeights,
         optimizer: DistributedOptimizer,
-        *,
-        global_tokens: int,
+        sequences: Sequences,
     ) -> None:
         self.model = model
+        self.sequences = sequences
         self.tied = tied
         self.optimizer = optimizer
-        # The optimizer averages over ranks where the global mean asks for a sum.
-        self._share = optimizer.dp_comm.size / global_tokens
-        self.pipeline = Pipeline(model.stages, schedule, mesh.pp, loss=self._loss)
+        self._share, self._microbatches = 1.0, schedule.microbatches
+        self._masks: Sequence[Mask] = ()
+        self.pipeline = Pipeline(
+            model.stages,
+            schedule,
+            mesh.pp,
+            loss=self._loss,
+            around=lambda microbatch: sequences.with_mask(self._masks[microbatch]),
+        )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss scaled for backward; in evaluation the sum."""
@@ -186,6 +196,12 @@ class PipelinedModel:
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
         """Run all microbatches by the schedule; average gradients while other stages still compute."""
+        replicas = self.optimizer.dp_comm
+        # The optimizer averages over ranks where the global mean asks for a sum.
+        self._share = replicas.size / self.sequences.global_targets(targets, replicas)
+        self._masks = [
+            self.sequences.mask(tokens[start:stop]) for start, stop in bounds(len(tokens), self._microbatches)
+        ]
         losses = self.pipeline.step(tokens, targets)
         with span(trace, "tied weights"):
             self.tied.sum_gradients()
@@ -200,13 +216,24 @@ class PipelinedModel:
         was_training = self.model.training
         self.model.eval()
         try:
-            losses = self.pipeline.evaluate(inputs, targets)
+            masks = [self.sequences.mask(batch) for batch in inputs]
+            losses, own_targets = self.evaluated(inputs, masks, targets), 0
+            for mask, of_batch in zip(masks, targets, strict=True):
+                with self.sequences.with_mask(mask):
+                    own_targets += self.sequences.own_targets(of_batch)
         finally:
             self.model.train(was_training)
         if losses is None:
             return 0.0, 0
         assert isinstance(losses, Tensor), "with targets"
-        return losses.double().sum().item(), sum(each.numel() for each in targets)
+        return losses.double().sum().item(), own_targets
+
+    def evaluated(
+        self, batches: Sequence[Tensor], masks: Sequence[Mask], targets: Sequence[Tensor] | None = None
+    ) -> Any:
+        """Return the last stage's logits of each batch [B, S], or with targets the losses; None elsewhere."""
+        self._masks = masks
+        return self.pipeline.evaluate(batches, targets)
 
 
 class PipelinedLogits(nn.Module):
@@ -214,24 +241,20 @@ class PipelinedLogits(nn.Module):
 
     def __init__(self, worker: PipelinedModel) -> None:
         super().__init__()
-        self.stages = worker.model
+        self._worker, self.stages = worker, worker.model
         self.config = worker.model.config
         self.sequence_multiple = worker.model.sequence_multiple
         self._pipeline = worker.pipeline
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> this rank's logits [B, S, V] in the last stage; [B, S, 0] elsewhere."""
-        outputs: Any = self._pipeline.evaluate([tokens])
-        return tokens.new_empty((*tokens.shape, 0)) if outputs is None else outputs[0]
-
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """Return logits [B, V] on every rank."""
-        comm, last = self._pipeline.comm, self._pipeline.last_rank
+    def logits_at(self, tokens: Tensor, place: int) -> Tensor:
+        """Return the logits [B, V] of what follows tokens [B, S] at a place, on every rank."""
+        comm, context, mask = self._pipeline.comm, self.stages.context, Mask(tokens.shape[1])
         dtype = next(self.stages.parameters()).dtype
-        whole = (
-            self.stages.whole_logits(logits).contiguous()
-            if comm.rank == last
-            else torch.empty((len(logits), self.config.vocab_size), dtype=dtype, device=logits.device)
-        )
-        comm.broadcast(whole, root=last)
+        whole = torch.empty((len(tokens), self.config.vocab_size), dtype=dtype, device=tokens.device)
+        with nullcontext() if context is None else context.using(mask):
+            outputs: Any = self._worker.evaluated([tokens], [mask])
+            if outputs is not None:
+                logits = outputs[0] if context is None else context.unshard(outputs[0])
+                whole = self.stages.whole_logits(logits[:, place]).contiguous()
+        comm.broadcast(whole, root=self._pipeline.last_rank)
         return whole

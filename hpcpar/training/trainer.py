@@ -37,6 +37,7 @@ from hpcpar.training.build import (
     build_stages,
     place_on_hardware,
     prepare_data,
+    sequences_of,
     tensor_parallel_of,
 )
 from hpcpar.training.config import Config
@@ -88,7 +89,9 @@ class Run:
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
-        self.batches = RankBatches(config, self.data, self.mesh.dp, self.device)
+        with comm.together("looking at context_parallel"):
+            self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
+        self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, self.sequences)
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
@@ -110,35 +113,41 @@ class Run:
 
         It does not cross tp: ranks that share layers have the same loss.
         """
-        over = self.mesh.dp if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp")
+        over = self.mesh.replicas if self.mesh.pp.size == 1 else self.mesh.comm("pp", "dp", "cp")
         losses = over.split(0, name="losses")
         assert losses is not None, "every rank is in it"
         return losses
 
     def _build_whole(self) -> None:
         config, vocabulary = self.config, self.data.shards.vocabulary
-        self.model = model = build_model(config, vocabulary, self.device, self.mesh.dp, self.tp)
+        self.model = model = build_model(
+            config, vocabulary, self.device, self.mesh.replicas, self.tp, self.sequences.context
+        )
         # Counted before the optimizer may give the parameters another type.
-        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.dp)
-        self.optimizer = build_optimizer(config, model, self.mesh.dp)
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
+        self.optimizer = build_optimizer(config, model, self.mesh.replicas)
         microbatches = self.batches.microbatches(config.train.global_batch)
-        self.worker = WholeModel(model, self.optimizer, microbatches, self.tokens_per_step)
+        self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
 
     def _build_stages(self) -> None:
         config, mesh = self.config, self.mesh
         microbatches = self.batches.microbatches(config.train.global_batch)
         model, schedule = build_stages(
-            config, self.data.shards.vocabulary, self.device, mesh, self.tp, microbatches
+            config,
+            self.data.shards.vocabulary,
+            self.device,
+            mesh,
+            self.tp,
+            microbatches,
+            self.sequences.context,
         )
         self.model = model
-        self._start_nbytes = expected_broadcast_nbytes(model, mesh.dp)
+        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         tied = TiedWeights(mesh.pp, model.tied_parameters())
         self.optimizer = build_optimizer(
-            config, model, mesh.dp, tied=copies_here(model, tied), backwards=microbatches
+            config, model, self.mesh.replicas, tied=copies_here(model, tied), backwards=microbatches
         )
-        self.worker = PipelinedModel(
-            model, schedule, mesh, tied, self.optimizer, global_tokens=self.tokens_per_step
-        )
+        self.worker = PipelinedModel(model, schedule, mesh, tied, self.optimizer, self.sequences)
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -350,7 +359,7 @@ class Run:
             trained=self.batches.microbatch_sizes(self.config.train.global_batch),
             evaluations=max(1, self._start.owes_evaluation + due),
             held_out=self.batches.microbatch_sizes(len(self.batches.held_out_windows)),
-            sequence=self.config.train.sequence,
+            sequence=self.sequences.own_length(self.config.train.sequence),
             intervals=[stop - start for start, stop in intervals],
             loads=1 if self._start.is_resumed else 0,
         )

@@ -1,4 +1,4 @@
-"""One optimizer step, and the held-out loss. Shape letters: B batch, S sequence.
+"""One optimizer step, and the held-out loss. Shape letters: B batch, S whole sequence.
 
 A `Worker` computes the sum of all microbatches' gradients: this rank with the whole model, or the ranks of a
 pipeline. The rest of a step is the same for both.
@@ -18,6 +18,7 @@ from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama
 from hpcpar.partition import bounds
+from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import span
 
 
@@ -58,27 +59,29 @@ class WholeModel:
     """A `Worker` with all layers on this rank, or on the tp ranks that share each layer.
 
     microbatches    number of parts of a batch, the same on every rank; a part may be empty
-    global_tokens   in the global batch, over all dp ranks
+    sequences       the documents in a batch, and its targets
 
-    Each microbatch's loss is a sum divided by `global_tokens`, so parts of unequal size on the ranks
-    give the same gradient as one process with the whole batch.
+    Each microbatch's loss is a sum divided by the number of targets of the global batch, so parts of unequal
+    size on the ranks give the same gradient as one process with the whole batch.
     """
 
     model: Llama
     optimizer: DistributedOptimizer
     microbatches: int
-    global_tokens: int
+    sequences: Sequences
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
         """Run one microbatch after another; average gradients during the last one's backward."""
         optimizer, ranks = self.optimizer, self.optimizer.dp_comm.size
         loss_share = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        in_all = self.sequences.global_targets(targets, optimizer.dp_comm)
         for number, (start, stop) in enumerate(bounds(len(tokens), self.microbatches)):
             last = number == self.microbatches - 1
-            with nullcontext() if last else optimizer.no_sync():
+            masked = self.sequences.using(tokens[start:stop])
+            with nullcontext() if last else optimizer.no_sync(), masked:
                 with span(trace, "forward", microbatch=number):
                     logits = self.model(tokens[start:stop])
-                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / self.global_tokens
+                    loss = self.model.loss(logits, targets[start:stop], reduction="sum") / in_all
                 with span(trace, "backward", microbatch=number):
                     # The optimizer averages over ranks where the global mean asks for a sum.
                     optimizer.scale_loss(loss * ranks).backward()  # type: ignore[no-untyped-call]
@@ -93,8 +96,9 @@ class WholeModel:
         self.model.eval()
         try:
             for tokens, targets in batches:
-                total += self.model.loss(self.model(tokens), targets, reduction="sum").item()
-                tokens_seen += targets.numel()
+                with self.sequences.using(tokens):
+                    total += self.model.loss(self.model(tokens), targets, reduction="sum").item()
+                    tokens_seen += self.sequences.own_targets(targets)
         finally:
             self.model.train(was_training)
         return total, tokens_seen

@@ -14,13 +14,18 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command import until
+from tests.greedy import greedy_answer, needs_vllm
 from tests.slurm.cluster import Cluster
-from tests.slurm.job import Job
+from tests.slurm.job import ENDED, Job
+from tests.vllm_stand_in import stand_in
 
 # A job of a few ranks takes 10 s on two free cores, and up to a minute on busy ones.
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -297,6 +302,13 @@ def test_a_horovod_program(submit: Submit) -> None:
     assert re.search(r"^held-out accuracy 0\.\d+ on 2 ranks$", job.output, re.MULTILINE)
 
 
+@pytest.mark.skipif(not (find_spec("keras") and find_spec("sklearn")), reason="needs Keras, scikit-learn")
+def test_a_keras_program(submit: Submit) -> None:
+    job = submit("keras", "--ntasks-per-node=1", words=("examples/keras_digits.py", "--epochs", "1"))
+    assert re.search(r"^epoch 1  loss [\d.]+  held-out accuracy 0\.\d+$", job.output, re.MULTILINE)
+    assert "trained on 2 ranks" in job.output
+
+
 def test_a_program_of_torch_distributed(submit: Submit) -> None:
     # What Open MPI needs of srun, and MPICH does not mind.
     job = submit("torch", "--ntasks-per-node=1", SLURM_MPI_TYPE="pmix")
@@ -347,25 +359,104 @@ def test_ray_trains_models_on_all_nodes_each_with_its_ranks_on_one(submit: Submi
     assert not Path(f"/tmp/ray-{job.id}").exists()
 
 
+@pytest.fixture
+def serving(cluster: Cluster, project: Path) -> Callable[..., tuple[Job, str]]:
+    """Submit serve-vllm.sh, and return the job, which is ready, and its address."""
+
+    def submitted(*words: str, limit_s: float = JOB_S) -> tuple[Job, str]:
+        job = cluster.submit(*words, "--port", "0", directory=project)
+        until(lambda: "ready after" in job.output or job.state() in ENDED, "a server", limit_s)
+        found = re.search(r"^curl (http://\S+)/v1/completions ", job.output, re.MULTILINE)
+        assert found is not None, job.output
+        return job, found[1]
+
+    return submitted
+
+
+def ask(cluster: Cluster, url: str, model: str, prompt: str) -> str:
+    """Ask from the cluster's head, for 16 tokens, the likeliest each time."""
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0})
+    code = (
+        "import sys, urllib.request as u\n"
+        "asked = u.Request(sys.argv[1], sys.argv[2].encode(), {'Content-Type': 'application/json'})\n"
+        "print(u.urlopen(asked).read().decode())"
+    )
+    done = cluster.run(sys.executable, "-c", code, f"{url}/v1/completions", body)
+    assert done.returncode == 0, done.stderr
+    text: str = json.loads(done.stdout)["choices"][0]["text"]
+    return text
+
+
 @needs_ray
-def test_a_trained_model_is_exported_and_ray_is_there_to_serve_it(submit: Submit, project: Path) -> None:
-    """All but vLLM itself, which needs GPUs: --dry-run shows its command."""
+def test_a_trained_model_is_served_on_gpus_of_all_nodes_until_the_job_is_cancelled(
+    submit: Submit, project: Path, tmp_path: Path, serving: Callable[..., tuple[Job, str]]
+) -> None:
+    """All but vLLM itself, which needs GPUs: in its place is one that answers without a model."""
     trained = submit.trained("single-node", "--ntasks-per-node=1")
-    run = f"runs/single-node-{trained.id}"
-    job = submit("serve-vllm", words=("--dry-run", run, "--max-model-len", "64"))
-    exported = f"runs/export-{job.id}"
-    assert json.loads((project / exported / "config.json").read_text())["architectures"] == [
-        "LlamaForCausalLM"
-    ]
-    assert "Ray is on 2 nodes: 8 cores, 4 GPUs" in job.output
+    name = f"single-node-{trained.id}"
+    words = (f"runs/{name}", "--max-model-len", "32", "--python", str(stand_in(tmp_path, "vllm 0.32.0")))
+    dry = submit("serve-vllm", words=(*words, "--dry-run"))
+    (exported,) = (project / "runs" / name / "served").iterdir()
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert (
-        f"vllm serve {exported} --served-model-name single-node-{trained.id} --host 0.0.0.0 --port 8000 "
-        "--distributed-executor-backend ray --tensor-parallel-size 2 --pipeline-parallel-size 2 "
-        "--max-model-len 64\n"
-    ) in job.output
+        f"vllm.entrypoints.cli.main serve runs/{name}/served/{exported.name} --served-model-name {name} "
+        "--host 0.0.0.0 --port 8000 --tensor-parallel-size 2 --pipeline-parallel-size 2 --max-model-len 32 "
+        "--dtype float32 --distributed-executor-backend ray\n"
+    ) in dry.output
+    assert "Ray is on" not in dry.output
+
+    job, url = serving("jobscripts/serve-vllm.sh", *words)
+    assert "Ray is on 2 nodes: 8 cores, 4 GPUs" in job.output
+    assert re.fullmatch(r"http://node\d:\d+", url)
+    assert ask(submit.cluster, url, name, "def") == f"{name} was asked 'def'"
+    submit.cluster.run("scancel", "--full", "--signal=TERM", job.id)
+    job.wait()
+    assert "the server ends, as asked" in job.output
+
+
+def test_a_model_is_served_on_the_cores_of_a_node(
+    submit: Submit, tmp_path: Path, serving: Callable[..., tuple[Job, str]]
+) -> None:
+    trained = submit.trained(
+        "single-node", "--ntasks-per-node=1", words=("model.heads=2", "model.kv_heads=2")
+    )
+    run, python = f"runs/single-node-{trained.id}", ("--python", str(stand_in(tmp_path)))
+    on_cpus = ("--nodes=1", "--gpus-per-node=0", "jobscripts/serve-vllm.sh", run, *python)
+    job, url = serving(*on_cpus, "--tp", "2")
+    assert "--tensor-parallel-size 2 --dtype float32 --enforce-eager --kv-cache-memory-bytes" in job.output
+    assert "ray" not in job.output
+    name = run.removeprefix("runs/")
+    assert ask(submit.cluster, url, name, "def") == f"{name} was asked 'def'"
+    submit.cluster.run("scancel", job.id)
+    assert job.wait().state() == "CANCELLED"
+
+
+def test_nodes_without_gpus_are_not_served_on_together(cluster: Cluster, project: Path) -> None:
+    job = cluster.sbatch("--gpus-per-node=0", "jobscripts/serve-vllm.sh", "runs/none", directory=project)
+    assert job.state() == "FAILED"
+    assert "2 nodes without GPUs, but vLLM on CPUs serves within one: submit with --nodes=1" in job.output
 
 
 def test_without_vllm_the_script_that_serves_says_so(cluster: Cluster, project: Path) -> None:
     job = cluster.sbatch("jobscripts/serve-vllm.sh", "runs/none", directory=project)
     assert job.state() == "FAILED"
-    assert "there is no vllm on the PATH" in job.output
+    assert "there is no vLLM with " in job.output
+    assert "Ray is on" not in job.output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@needs_vllm
+def test_vllm_itself_answers_on_the_cores_of_a_node(
+    submit: Submit, project: Path, serving: Callable[..., tuple[Job, str]]
+) -> None:
+    heads = ("model.heads=2", "model.kv_heads=2")  # 32 wide, which vLLM on CPUs can
+    trained = submit.trained("single-node", "--ntasks-per-node=1", words=heads)
+    (project / ".venv-serve").symlink_to(ROOT / ".venv-serve")
+    run = f"runs/single-node-{trained.id}"
+    job, url = serving("--nodes=1", "--gpus-per-node=0", "jobscripts/serve-vllm.sh", run, limit_s=600)
+    (exported,) = (project / run / "served").iterdir()
+    answer = ask(submit.cluster, url, f"single-node-{trained.id}", "def main(")
+    assert answer == greedy_answer(exported, "def main(", tokens=16)
+    submit.cluster.run("scancel", job.id)
+    assert job.wait().state() == "CANCELLED"

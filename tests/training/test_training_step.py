@@ -11,6 +11,7 @@ from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
 from hpcpar.training.build import build_optimizer, plain_optimizer
 from hpcpar.training.config import Config, OptimizerSection
+from hpcpar.training.sequences import Sequences
 from hpcpar.training.training_step import WholeModel, held_out_loss, train_step
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=8, layers=1, heads=2, kv_heads=1, ffn_size=16, max_sequence=6)
@@ -54,7 +55,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
     def work(comm: Communicator) -> tuple[list[Tensor], list[float]]:
         mine = model()
         optimizer = build_optimizer(Config(optimizer=section), mine, comm)
-        worker = WholeModel(mine, optimizer, microbatches=3, global_tokens=sequences * SEQUENCE)
+        worker = WholeModel(mine, optimizer, microbatches=3, sequences=Sequences(sequences * SEQUENCE))
         start, stop = bounds(sequences, comm.size)[comm.rank]
         losses = []
         for step in range(steps):
@@ -80,7 +81,7 @@ def test_no_clipping_leaves_the_gradient_and_tells_its_norm() -> None:
     mine = model()
     optimizer = build_optimizer(Config(optimizer=OptimizerSection(name="sgd")), mine, Communicator.alone())
     tokens, targets = global_batch(0, 2)
-    worker = WholeModel(mine, optimizer, microbatches=3, global_tokens=12)
+    worker = WholeModel(mine, optimizer, microbatches=3, sequences=Sequences(12))
     result = train_step(worker, tokens, targets, clip_norm=math.inf)
     gradients = [parameter.grad.flatten() for parameter in mine.parameters() if parameter.grad is not None]
     assert float(result.gradient_norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-12)
@@ -95,7 +96,9 @@ def test_held_out_loss_is_the_mean_over_all_ranks_tokens_even_if_one_has_none() 
         rows = [slice(0, 3), slice(3, 5), slice(5, 5)][comm.rank]
         batches = [(whole[0][rows], whole[1][rows])] if comm.rank < 2 else []
         optimizer = build_optimizer(Config(), mine, comm)
-        worker = WholeModel(mine, optimizer, microbatches=1, global_tokens=1)  # of which it takes no notice
+        worker = WholeModel(
+            mine, optimizer, microbatches=1, sequences=Sequences(1)
+        )  # of which it takes no notice
         return held_out_loss(worker, batches, comm), mine.training
 
     for loss, training in run_loopback(3, work):

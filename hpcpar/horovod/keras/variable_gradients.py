@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod import basics
+from hpcpar.horovod.keras.gradient_weight import gradient_weight
 from hpcpar.horovod.process_sets import ProcessSet
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.functions import allgather_object
@@ -107,6 +108,18 @@ class VariableGradients:
             given = self._reduce(given, places)
         return self._scaled(given, places)
 
+    def next_step(self) -> None:
+        """Note that the optimizer has written to the variables, the same on all ranks.
+
+        The next backward then compares one small variable over ranks, not all: enough to find an optimizer
+        that writes otherwise on one rank, as with another learning rate.
+        """
+        if self._gradients is not None:
+            self._gradients.next_step()
+            smallest = min((p for _, p in self._gradients.named), key=torch.numel, default=None)
+            if smallest is not None:
+                torch.autograd.graph.increment_version(smallest)
+
     def close(self) -> None:
         """Take the hooks off the variables."""
         for hook in self._hooks:
@@ -175,6 +188,7 @@ class VariableGradients:
 
         trainable: list[Any] = [p for p in self._parameters if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable]
+        self._hooks += [p.register_hook(gradient_weight.apply) for p in trainable]
         if self._settings.op == mpi_ops.Sum and self._settings.passes == 1:
             self._hooks += [p.register_hook(before_gradient) for p in trainable]
         weakref.finalize(self, _remove, self._hooks)

@@ -1,0 +1,139 @@
+"""Attention of a rank's queries to the keys of all ranks, block by block, and its backward.
+
+Shape letters: B batch, A heads, K key-value heads, N tokens of this rank, D head size.
+
+    forward    own keys, then each other rank's as they come:  out, lse = merge(out, lse, block's)
+    backward   the same blocks, given the merged out and lse:  dQ stays, each owner's dK and dV go home
+
+Blocks are merged in the same order each time, so results are the same to the bit each time.
+source   Liu et al. 2023, Ring Attention, arXiv 2310.01889
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hpcpar.autograd.random_by_place import kept_by_place
+from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge, wide
+from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
+from hpcpar.context_parallel.travel import Travel, number_in, packed
+
+
+def places_in(spans: Spans) -> Tensor:
+    """Return the numbers in some spans, int64."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*span) for span in spans)])
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of attention weights by the places of query and key, for the same result on any ranks.
+
+    seed         drawn for this call, the same on all ranks of a sequence
+    first_head   number of the first head that this rank computes
+    """
+
+    probability: float
+    seed: int
+    first_head: int = 0
+
+    def multipliers(self, queries: Tensor, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """Return 0 for a weight that is dropped, else 1/(1 - probability): [B, A, N, M]."""
+        batch, heads = (torch.arange(size, device=queries.device) for size in queries.shape[:2])
+        kept = 1 - self.probability
+        rows = batch, heads + self.first_head, query_places
+        return kept_by_place(self.seed, rows, key_places, kept).to(wide(queries.dtype)).div_(kept)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention on one rank.
+
+    travel   makes what moves keys and their gradients: once for forward, once for backward
+    scale    of the scores
+    keep     keep the keys of other ranks for backward, and do not fetch them again
+    dropout  of the attention weights
+    """
+
+    plan: Plan
+    rank: int
+    travel: Callable[[], Travel]
+    scale: float
+    keep: bool = False
+    dropout: WeightDropout | None = None
+
+    def blocks(self, owner: int, queries: Tensor) -> Iterator[tuple[Task, Block]]:
+        """Yield the tasks of this rank's queries [B, A, N, D] with an owner's keys."""
+        shares, mask = self.plan.shares, self.plan.mask
+        for task in self.plan.tasks[self.rank][owner]:
+            allowed = weights = None
+            if task.kind == "band" or self.dropout is not None:
+                places = places_in(part_of(shares[self.rank], task.queries)).to(queries.device)
+                keys = places_in(part_of(shares[owner], task.keys)).to(queries.device)
+            if task.kind == "band":  # within one document
+                before = places.unsqueeze(-1) - keys
+                reach = mask.length if mask.window is None else mask.window
+                allowed = (before < reach) & (before > (-1 if mask.causal else -reach))
+            if self.dropout is not None:
+                weights = self.dropout.multipliers(queries, places, keys)
+            yield task, Block(self.scale, task.kind == "causal", allowed, weights)
+
+
+class Attention(Function):
+    """Attention as one operation of autograd, whose gradients cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+        sums = wide(queries.dtype)
+        out = torch.zeros(queries.shape, dtype=sums, device=queries.device)
+        lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
+        travel, kept = call.travel(), []
+        for owner, theirs in travel.keys(packed(keys, values)):
+            for task, block in call.blocks(owner, queries):
+                rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
+                part = attend(queries[:, :, rows], theirs[..., columns, :], block)
+                if owner == call.rank:  # first, and once for each query
+                    out[:, :, rows], lse[:, :, rows] = part
+                else:
+                    merge(out[:, :, rows], lse[:, :, rows], *part)
+            if call.keep:
+                kept.append((owner, theirs))
+        result = out.to(queries.dtype)
+        ctx.call, ctx.owners = call, [owner for owner, _ in kept]
+        ctx.save_for_backward(queries, keys, values, result, lse, *(theirs for _, theirs in kept))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        queries, keys, values, out, lse, *kept = ctx.saved_tensors
+        call: Call = ctx.call
+        travel = call.travel()
+        sums = wide(queries.dtype)
+        of_queries = torch.zeros(queries.shape, dtype=sums, device=queries.device)
+        of_own = torch.zeros((2, *keys.shape), dtype=sums, device=queries.device)
+        fetched: Iterable[tuple[int, Tensor]] = zip(ctx.owners, kept, strict=True)
+        for owner, theirs in fetched if call.keep else travel.keys(packed(keys, values)):
+            of_theirs = of_own if owner == call.rank else torch.zeros_like(theirs, dtype=sums)
+            for task, block in call.blocks(owner, queries):
+                rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
+                parts = attend_backward(
+                    gradient[:, :, rows],
+                    queries[:, :, rows],
+                    theirs[..., columns, :],
+                    (out[:, :, rows], lse[:, :, rows]),
+                    block,
+                )
+                of_queries[:, :, rows] += parts.queries
+                of_theirs[0][:, :, columns] += parts.keys
+                of_theirs[1][:, :, columns] += parts.values
+            if owner != call.rank:
+                travel.send_home(owner, of_theirs)
+        travel.add_at_home(of_own)
+        return of_queries.to(queries.dtype), *of_own.to(keys.dtype), None

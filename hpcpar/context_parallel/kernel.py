@@ -1,0 +1,155 @@
+"""Attention of a block of queries to a block of keys, with what is needed to merge blocks.
+
+Shape letters: B batch, A heads, K key-value heads, N queries, M keys, D head size.
+
+    out = softmax(Q Kᵀ scale) V of this block's keys alone      lse = log Σ exp(Q Kᵀ scale), [B, A, N]
+
+    merged   lse' = log(exp lse₁ + exp lse₂)     out' = out₁ exp(lse₁ - lse') + out₂ exp(lse₂ - lse')
+
+A block's gradients are right if backward gets the merged out and lse of all blocks: P = exp(Q Kᵀ scale -
+lse'), and the sum of P · dP over all keys is dO · out' (Dao et al. 2022, FlashAttention, arXiv 2205.14135,
+appendix B).
+
+torch's fused kernel for CPUs is used where it can be; a row whose keys are all masked has lse 0 there, which
+is made -inf. The plain form takes the rest: other devices, values of another head size, dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Gradients(NamedTuple):
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of attention besides its tensors.
+
+    scale     of the scores
+    causal    query i sees the first i + 1 keys; both have the same number
+    allowed   [N, M], True where query and key attend; None: everywhere
+    weights   [B, A, N, M], what each attention weight is multiplied by after the softmax (dropout); None: 1
+    """
+
+    scale: float
+    causal: bool = False
+    allowed: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def attend(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Return out [B, A, N, D] in the queries' type, and lse [B, A, N] in float32, or float64 for such.
+
+    queries [B, A, N, D], keys and values [2, B, K, M, D] with A a multiple of K; N and M at least 1
+    """
+    keys, values = keys_values
+    if not _is_fused(queries, values, block):
+        return _plain(queries, keys, values, block)
+    out, lse = _FUSED(
+        queries, keys, values, 0.0, block.causal, attn_mask=_additive(block, queries.dtype), scale=block.scale
+    )
+    if block.allowed is not None:
+        lse.masked_fill_(~block.allowed.any(-1), -torch.inf)
+    return out, lse
+
+
+def attend_backward(
+    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+) -> Gradients:
+    """Return the block's part of the gradients, given the out and lse merged over all blocks.
+
+    gradient, out   [B, A, N, D], in the queries' type
+    """
+    (keys, values), (out, lse) = keys_values, merged
+    if not _is_fused(queries, values, block):
+        return _plain_backward(gradient, queries, keys_values, merged, block)
+    mask = _additive(block, queries.dtype)
+    return Gradients(
+        *_FUSED_BACKWARD(
+            gradient, queries, keys, values, out, lse, 0.0, block.causal, attn_mask=mask, scale=block.scale
+        )
+    )
+
+
+def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> None:
+    """Merge a block into `out` and `lse`, in place; a row without keys in either counts as nothing."""
+    merged = torch.logaddexp(lse, lse_of_block)
+    known = merged != -torch.inf
+    for tensor, weight in ((out, lse), (of_block, lse_of_block)):
+        factor = torch.where(known, (weight - merged).exp(), 0.0).unsqueeze(-1)
+        if tensor is out:
+            out.mul_(factor)
+        else:
+            out.add_(tensor * factor)
+    lse.copy_(merged)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which blocks are summed: float64 for such, float32 for any other."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _is_fused(queries: Tensor, values: Tensor, block: Block) -> bool:
+    same = queries.shape[-1] == values.shape[-1]
+    return queries.device.type == "cpu" and same and block.weights is None
+
+
+def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+    if block.allowed is None:
+        return None
+    zeros = torch.zeros(block.allowed.shape, dtype=dtype, device=block.allowed.device)
+    return zeros.masked_fill_(~block.allowed, -torch.inf)
+
+
+def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
+    """Return the scaled scores [B, K, A/K, N, M], -inf where queries and keys do not attend."""
+    grouped = torch.unflatten(queries.to(wide(queries.dtype)), 1, (keys.shape[1], -1))
+    scores = (grouped * block.scale) @ keys.to(grouped.dtype).unsqueeze(2).transpose(-1, -2)
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(later, -torch.inf)
+    if block.allowed is not None:
+        scores.masked_fill_(~block.allowed, -torch.inf)
+    return scores
+
+
+def _plain(queries: Tensor, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    scores = _scores(queries, keys, block)
+    lse = scores.logsumexp(-1)
+    # A row without keys: its scores are all -inf, from which -inf is not to be taken.
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    if block.weights is not None:
+        weights *= torch.unflatten(block.weights, 1, (keys.shape[1], -1))
+    out = weights @ values.to(weights.dtype).unsqueeze(2)
+    return out.flatten(1, 2).to(queries.dtype), lse.flatten(1, 2)
+
+
+def _plain_backward(
+    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+) -> Gradients:
+    (keys, values), (out, lse) = keys_values, merged
+    groups = (keys.shape[1], -1)
+    probabilities = (_scores(queries, keys, block) - torch.unflatten(lse, 1, groups).unsqueeze(-1)).exp_()
+    upstream = torch.unflatten(gradient.to(probabilities.dtype), 1, groups)
+    of_weights = upstream @ values.to(probabilities.dtype).unsqueeze(2).transpose(-1, -2)
+    weights = probabilities
+    if block.weights is not None:
+        multiplied = torch.unflatten(block.weights, 1, groups)
+        of_weights, weights = of_weights * multiplied, probabilities * multiplied
+    of_values = (weights.transpose(-1, -2) @ upstream).sum(2)
+    mean = (upstream * torch.unflatten(out.to(upstream.dtype), 1, groups)).sum(-1, keepdim=True)
+    of_scores = probabilities * (of_weights - mean) * block.scale
+    of_queries = (of_scores @ keys.to(of_scores.dtype).unsqueeze(2)).flatten(1, 2)
+    of_keys = (of_scores.transpose(-1, -2) @ torch.unflatten(queries.to(of_scores.dtype), 1, groups)).sum(2)
+    return Gradients(of_queries.to(queries.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype))

@@ -1,0 +1,211 @@
+"""Keys and values on their way to the ranks whose queries need them, and their gradients on the way home.
+
+Shape letters: B batch, K key-value heads, N tokens of some owner, D head size. Keys and values travel
+together, as one tensor [2, B, K, N, D] for each owner.
+
+    for owner, theirs in travel.keys(own):         # this rank's own come first, while the others' travel
+        …compute with them…
+        travel.send_home(owner, gradients)         # in backward, of each but its own
+    travel.add_at_home(own_gradients)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcpar.context_parallel.mask import Span
+from hpcpar.context_parallel.plan import Move, Plan, Spans
+from hpcpar.partition import offsets
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+KEYS_TAG, GRADIENTS_TAG = 1, 2
+
+
+class Travel(Protocol):
+    """Movement of keys and of their gradients in one call of attention; every method is collective."""
+
+    def tokens(self, owner: int) -> Spans:
+        """Return the numbers of the owner's tokens whose keys come to this rank."""
+        ...
+
+    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Send this rank's keys and values; yield (owner, keys and values), its own first, in fixed order."""
+        ...
+
+    def send_home(self, owner: int, gradients: Tensor) -> None:
+        """Send the gradients of what `keys` yielded for another owner, in the same order."""
+        ...
+
+    def add_at_home(self, gradients: Tensor) -> None:
+        """Wait, and add all other ranks' gradients of this rank's keys to its own [2, B, K, N, D]."""
+        ...
+
+
+def packed(keys: Tensor, values: Tensor) -> Tensor:
+    """Return keys and values [B, K, N, D] as one new tensor [2, B, K, N, D]."""
+    return torch.stack((keys.detach(), values.detach()))
+
+
+def select(tensor: Tensor, spans: Spans) -> Tensor:
+    """Return the tokens with these numbers, contiguous: [2, B, K, N, D] -> [2, B, K, n, D]."""
+    return torch.cat([tensor[..., start:stop, :] for start, stop in spans], dim=-2)
+
+
+def number_in(spans: Spans, tokens: Span) -> Span:
+    """Return where tokens with these numbers are in what `select` returns; they lie in one of the spans."""
+    before = offsets([span.length for span in spans])
+    for span, first in zip(spans, before, strict=False):
+        if span.start <= tokens.start and tokens.stop <= span.stop:
+            return Span(first + tokens.start - span.start, first + tokens.stop - span.start)
+    raise AssertionError(f"{tokens} are not all in {spans}")
+
+
+class MessageTravel:
+    """Travel by the messages of a plan: ring, or exchange of what is needed.
+
+    moves, returns   of all ranks, of keys and of gradients
+    dtype            in which gradients travel
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        plan: Plan,
+        moves: Sequence[Move],
+        returns: Sequence[Move],
+        dtype: torch.dtype,
+    ) -> None:
+        self._comm, self._dtype = comm, dtype
+        self._own = (Span(0, plan.counts[comm.rank]),)
+        rank = comm.rank
+        self._incoming = [move for move in moves if move.receiver == rank]
+        self._outgoing = [move for move in moves if move.sender == rank]
+        self._onward = {move.owner: move for move in returns if move.sender == rank}
+        self._back = [move for move in returns if move.receiver == rank]
+        self._leaving: list[Any] = []
+
+    def tokens(self, owner: int) -> Spans:
+        if owner == self._comm.rank:
+            return self._own
+        return next((move.tokens for move in self._incoming if move.owner == owner), ())
+
+    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        steps = 1 + max((move.step for move in self._incoming), default=-1)
+        coming = self._post(0, own)
+        leaving = self._pass_on(self._comm.rank, own)
+        yield self._comm.rank, own
+        for step in range(steps):
+            following = self._post(step + 1, own)
+            sent, leaving = leaving, []
+            for move, handle, tensor in coming:
+                handle.wait()
+                leaving += self._pass_on(move.owner, tensor)
+                yield move.owner, tensor
+            for handle in sent:
+                handle.wait()
+            coming = following
+        for handle in leaving:
+            handle.wait()
+
+    def send_home(self, owner: int, gradients: Tensor) -> None:
+        for move in self._back:
+            if move.owner == owner:
+                gradients += self._receive(move, gradients)
+        leaving = gradients.to(self._dtype)
+        handle = self._comm.start_send(leaving, self._onward[owner].receiver, GRADIENTS_TAG)
+        self._leaving.append((handle, leaving))
+
+    def add_at_home(self, gradients: Tensor) -> None:
+        for move in self._back:
+            if move.owner != self._comm.rank:
+                continue
+            others, first = self._receive(move, gradients), 0
+            for start, stop in move.tokens:
+                gradients[..., start:stop, :] += others[..., first : first + stop - start, :]
+                first += stop - start
+        for handle, _ in self._leaving:
+            handle.wait()
+        self._leaving.clear()
+
+    def _post(self, step: int, like: Tensor) -> list[tuple[Move, Any, Tensor]]:
+        posted = []
+        for move in self._incoming:
+            if move.step == step:
+                tensor = _room(like, move)
+                posted.append((move, self._comm.start_recv(tensor, move.sender, KEYS_TAG), tensor))
+        return posted
+
+    def _pass_on(self, owner: int, held: Tensor) -> list[Any]:
+        """Start to send what this rank holds of an owner to whom it is to have it next."""
+        started, cut = [], {}
+        for move in self._outgoing:
+            if move.owner == owner:
+                if move.tokens not in cut:
+                    is_whole = move.length == held.shape[-2]
+                    cut[move.tokens] = held if is_whole else select(held, move.tokens)
+                started.append(self._comm.start_send(cut[move.tokens], move.receiver, KEYS_TAG))
+        return started
+
+    def _receive(self, move: Move, like: Tensor) -> Tensor:
+        room = _room(like, move, self._dtype)
+        tensor: Tensor = self._comm.recv(room, move.sender, GRADIENTS_TAG)
+        return tensor
+
+
+class GatherTravel:
+    """Travel by an all-gather of all keys, and a reduce-scatter of their gradients.
+
+    source   Llama Team 2024, The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2
+    """
+
+    def __init__(self, comm: Communicator, plan: Plan, dtype: torch.dtype) -> None:
+        self._comm, self._plan, self._dtype = comm, plan, dtype
+        self._gradients: Tensor | None = None
+
+    def tokens(self, owner: int) -> Spans:
+        return (Span(0, self._plan.counts[owner]),)
+
+    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        gathered = own.new_empty(sum(self._sizes(own)))
+        handle = self._comm.start_allgather(own, counts=self._sizes(own), out=gathered)
+        yield self._comm.rank, own
+        handle.wait()
+        for owner, part in enumerate(self._parts(gathered, own)):
+            if owner != self._comm.rank:
+                yield owner, part
+
+    def send_home(self, owner: int, gradients: Tensor) -> None:
+        self._all(gradients)[owner].copy_(gradients)
+
+    def add_at_home(self, gradients: Tensor) -> None:
+        parts = self._all(gradients)
+        parts[self._comm.rank].copy_(gradients)
+        assert self._gradients is not None, "_all has made them"
+        own = self._comm.reduce_scatter(self._gradients, counts=self._sizes(gradients))
+        gradients.copy_(own.view(gradients.shape))
+        self._gradients = None
+
+    def _all(self, like: Tensor) -> list[Tensor]:
+        """Return room for the gradients of all owners' keys, zero where no query of this rank goes."""
+        if self._gradients is None:
+            self._gradients = like.new_zeros(sum(self._sizes(like)), dtype=self._dtype)
+        return self._parts(self._gradients, like)
+
+    def _sizes(self, like: Tensor) -> list[int]:
+        rest = 2 * like.shape[1] * like.shape[2] * like.shape[4]
+        return [count * rest for count in self._plan.counts]
+
+    def _parts(self, flat: Tensor, like: Tensor) -> list[Tensor]:
+        shapes = [(*like.shape[:3], count, like.shape[4]) for count in self._plan.counts]
+        parts = torch.split(flat, self._sizes(like))
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _room(like: Tensor, move: Move, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty((*like.shape[:3], move.length, like.shape[4]), dtype=dtype)

@@ -1,0 +1,221 @@
+"""Attention by every method, compared with one process; bytes, compared with theory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.context_parallel import ContextParallel, Mask
+from hpcpar.errors import LayoutError, MismatchError
+
+LENGTH, BATCH, HEAD_SIZE = 97, 2, 16
+DOCUMENTS = (13, 30, 1, 53)
+MASKS = {
+    "causal": Mask(LENGTH),
+    "full": Mask(LENGTH, causal=False),
+    "window": Mask(LENGTH, window=9),
+    "window on both sides": Mask(LENGTH, causal=False, window=9),
+    "documents": Mask(LENGTH, documents=DOCUMENTS),
+    "documents and window": Mask(LENGTH, window=7, documents=DOCUMENTS),
+    "full documents": Mask(LENGTH, causal=False, documents=DOCUMENTS),
+}
+
+
+def tensors(heads: int, key_heads: int, dtype: torch.dtype, length: int = LENGTH) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output, of the whole sequence."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, count, length, HEAD_SIZE) for count in (heads, key_heads, key_heads, heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def serial(whole: list[Tensor], mask: Mask) -> list[Tensor]:
+    """Output and gradients in float64, by the definition."""
+    queries, keys, values = (tensor.double().requires_grad_() for tensor in whole[:3])
+    served = queries.shape[1] // keys.shape[1]
+    allowed = torch.zeros(mask.length, mask.length, dtype=torch.bool)
+    for query in range(mask.length):
+        allowed[query, slice(*mask.keys(query))] = True
+    scores = queries @ keys.repeat_interleave(served, 1).mT / HEAD_SIZE**0.5
+    out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ values.repeat_interleave(served, 1)
+    return [out.detach(), *torch.autograd.grad(out, (queries, keys, values), whole[3].double())]
+
+
+def parallel(size: int, whole: list[Tensor], mask: Mask, method: str, **options: object) -> list[Tensor]:
+    """Output and gradients of all ranks, put together."""
+
+    def own(comm: Communicator) -> tuple[Tensor, list[Tensor]]:
+        cp = ContextParallel(comm, method, **options)  # type: ignore[arg-type]
+        with cp.using(mask):
+            inputs = [cp.shard(tensor, 2).clone().requires_grad_() for tensor in whole[:3]]
+            out = cp.attention(*inputs)
+            gradients = torch.autograd.grad(out, inputs, cp.shard(whole[3], 2))
+            return cp.places(), [out.detach(), *gradients]
+
+    found = [torch.full_like(tensor, torch.nan) for tensor in (whole[0], *whole[:3])]
+    for places, parts in run_loopback(size, own):
+        for tensor, part in zip(found, parts, strict=True):
+            tensor[:, :, places] = part
+    return found
+
+
+def error(found: list[Tensor], true: list[Tensor]) -> float:
+    pairs = zip(found, true, strict=True)
+    return max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("size", "method", "heads", "key_heads", "options"),
+    [
+        (1, "exchange", 8, 2, {}),
+        (2, "exchange", 8, 8, {}),
+        (2, "ring", 8, 2, {"keep": True}),
+        (2, "ulysses", 6, 3, {}),
+        (3, "exchange", 8, 1, {"keep": True}),
+        (3, "ring", 8, 2, {}),
+        (3, "allgather", 8, 2, {}),
+        (4, "allgather", 8, 8, {"keep": True}),
+        (4, "ulysses", 8, 2, {}),
+        (4, "ulysses+exchange", 8, 2, {"inner": 2}),
+        (4, "ulysses+ring", 8, 1, {"inner": 2, "keep": True}),
+        (8, "exchange", 8, 2, {}),
+        (8, "ulysses+ring", 8, 2, {"inner": 4}),
+    ],
+)
+def test_output_and_gradients_are_those_of_one_process(
+    mask: str, size: int, method: str, heads: int, key_heads: int, options: dict[str, object]
+) -> None:
+    for dtype, tolerance in ((torch.float64, 5e-15), (torch.float32, 5e-7)):
+        whole = tensors(heads, key_heads, dtype)
+        true = serial(whole, MASKS[mask])
+        assert error(parallel(size, whole, MASKS[mask], method, **options), true) <= tolerance
+
+
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("narrow", [True, False])
+def test_bfloat16_is_no_worse_than_the_kernel_of_one_process(method: str, narrow: bool) -> None:
+    whole = tensors(8, 2, torch.bfloat16, length=256)
+    mask = Mask(256)
+    true = serial(whole, mask)
+    inputs = [tensor.clone().requires_grad_() for tensor in whole[:3]]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    alone = [out.detach(), *torch.autograd.grad(out, inputs, whole[3])]
+    found = parallel(4, whole, mask, method, narrow=narrow)
+    assert error(found, true) <= error(alone, true)
+    for one, kernel, correct in zip(found, alone, true, strict=True):
+        # A block's output is rounded before it is merged.
+        assert error([one], [correct]) <= 1.2 * error([kernel], [correct])
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_ranks_without_tokens_take_part(length: int) -> None:
+    whole, mask = tensors(4, 2, torch.float64, length), Mask(length)
+    for method in ("exchange", "ring", "allgather", "ulysses"):
+        assert error(parallel(4, whole, mask, method), serial(whole, mask)) <= 5e-15
+
+
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])
+def test_no_document_sees_another(method: str) -> None:
+    whole, mask = tensors(4, 2, torch.float64), MASKS["documents"]
+    out = parallel(4, whole, mask, method)[0]
+    for place in range(13, 43, 7):  # in the second document
+        changed = [tensor.clone() for tensor in whole]
+        for tensor in changed[:3]:
+            tensor[:, :, place] += 1
+        differs = (parallel(4, changed, mask, method)[0] != out).any(dim=3).flatten(0, 1).any(dim=0)
+        assert differs.nonzero().flatten().tolist() == list(range(place, 43))
+
+
+def test_packed_documents_are_what_they_are_by_themselves() -> None:
+    whole, start = tensors(4, 2, torch.float64), 0
+    packed = parallel(4, whole, MASKS["documents"], "exchange")
+    for length in DOCUMENTS:
+        alone = [tensor[:, :, start : start + length] for tensor in whole]
+        by_itself = parallel(1, alone, Mask(length), "exchange")
+        assert error([tensor[:, :, start : start + length] for tensor in packed], by_itself) <= 5e-15
+        start += length
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("method", "keep", "mean"),
+    [
+        ("exchange", False, 4.5),
+        ("exchange", True, 3),
+        ("ring", False, 6),
+        ("ring", True, 4),
+        ("allgather", False, 6),
+        ("allgather", True, 4),
+    ],
+)
+def test_values_sent_are_those_of_the_theory(size: int, method: str, keep: bool, mean: float) -> None:
+    length = 64 * size
+    unit = BATCH * 64 * 2 * HEAD_SIZE * 8
+
+    def sent(comm: Communicator) -> float:
+        cp = ContextParallel(comm, method, keep=keep)  # type: ignore[arg-type]
+        with cp.using(Mask(length)):
+            inputs = [cp.shard(t, 2).requires_grad_() for t in tensors(8, 2, torch.float64, length)[:3]]
+            before = cp.outer.traffic.nbytes_sent()
+            cp.attention(*inputs).sum().backward()
+            return (cp.outer.traffic.nbytes_sent() - before) / unit
+
+    of_ranks = run_loopback(size, sent)
+    assert sum(of_ranks) == size * mean * (size - 1)
+    if method != "exchange" or keep:
+        assert len(set(of_ranks)) == 1
+
+
+@pytest.mark.parametrize(("size", "key_heads"), [(2, 8), (2, 2), (4, 8), (4, 2), (4, 1)])
+def test_heads_are_exchanged_with_the_bytes_of_the_theory(size: int, key_heads: int) -> None:
+    length = 64 * size
+    value = BATCH * 64 * HEAD_SIZE * 8
+
+    def sent(comm: Communicator) -> float:
+        cp = ContextParallel(comm, "ulysses")
+        with cp.using(Mask(length)):
+            inputs = [
+                cp.shard(t, 2).requires_grad_() for t in tensors(8, key_heads, torch.float64, length)[:3]
+            ]
+            before = cp.inner.traffic.nbytes_sent()
+            cp.attention(*inputs).sum().backward()
+            return (cp.inner.traffic.nbytes_sent() - before) / value
+
+    own_keys = max(1, key_heads // size)
+    assert run_loopback(size, sent) == [4 * (8 // size + own_keys) * (size - 1)] * size
+
+
+def test_what_cannot_be_is_refused_with_what_fits() -> None:
+    def heads(comm: Communicator) -> None:
+        cp = ContextParallel(comm, "ulysses")
+        with cp.using(Mask(LENGTH)):
+            cp.attention(*[cp.shard(tensor, 2) for tensor in tensors(6, 6, torch.float64)[:3]])
+
+    with pytest.raises(LayoutError, match=r"heads=6 do not divide among the 4 ranks.*1, 2, 3, 6"):
+        run_loopback(4, heads)
+
+    def lengths(comm: Communicator) -> None:
+        cp = ContextParallel(comm)
+        with cp.using(Mask(LENGTH + (comm.rank == 2))):
+            cp.places()
+
+    with pytest.raises(MismatchError, match=r"rank 0 has Mask\(length=97.*rank 2 has Mask\(length=98"):
+        run_loopback(3, lengths)
+    with pytest.raises(LayoutError, match="there is no method 'p2p'"):
+        run_loopback(1, lambda comm: ContextParallel(comm, "p2p"))  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="inner=3 ranks that exchange heads do not divide the 4 ranks"):
+        run_loopback(4, lambda comm: ContextParallel(comm, "ulysses+ring", inner=3))
+    with pytest.raises(LayoutError, match="inner=2 is for methods with two levels"):
+        run_loopback(2, lambda comm: ContextParallel(comm, "ring", inner=2))
+    with pytest.raises(LayoutError, match="no mask is in use"):
+        run_loopback(1, lambda comm: ContextParallel(comm).places())
+
+    def shapes(comm: Communicator) -> None:
+        cp = ContextParallel(comm)
+        with cp.using(Mask(LENGTH)):
+            cp.attention(*tensors(4, 2, torch.float64)[:3])
+
+    with pytest.raises(MismatchError, match=r"they must be \[B, A, 4[89], D\]"):
+        run_loopback(2, shapes)
