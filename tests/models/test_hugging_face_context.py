@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.context_parallel import ContextParallel, Mask
+from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.mesh import Mesh
 from hpcpar.models.hugging_face import hugging_face_llama_plan
@@ -54,16 +55,15 @@ def targets() -> Tensor:
 
 def trained(model: nn.Module, cp: ContextParallel | None = None) -> dict[str, Tensor]:
     """Parameters after some steps of SGD on a loss in float64: transformers' own is in float32."""
-    steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ranks = Communicator.alone() if cp is None else cp.comm
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    steps = DistributedOptimizer(sgd, model.named_parameters(), ranks)
     own = targets() if cp is None else cp.own_tokens(targets())
     for _ in range(STEPS):
         steps.zero_grad()
         logits = model(tokens()).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
-        (loss / int((targets() != -100).sum())).backward()
-        if cp is not None:
-            for parameter in model.parameters():
-                cp.comm.allreduce(parameter.grad)
+        (loss * ranks.size / int((targets() != -100).sum())).backward()  # type: ignore[no-untyped-call]
         steps.step()
     return {name: gather_whole(parameter).detach() for name, parameter in model.named_parameters()}
 
@@ -135,7 +135,9 @@ def test_the_ranks_average_loss_and_gradient_with_labels_are_the_models_own(reco
         with cp.using(Mask(LENGTH)):
             loss = own(tokens(), labels=labels, attention_mask=torch.ones_like(labels)).loss
             loss.backward()
-        gradients = {name: comm.allreduce(p.grad, "average") for name, p in own.named_parameters()}
+        gradients = {
+            name: comm.allreduce(p.grad.contiguous(), "average") for name, p in own.named_parameters()
+        }
         return comm.allreduce(loss.detach().clone(), "average"), gradients
 
     for loss, gradients in run_loopback(4, on_rank):
