@@ -13,7 +13,7 @@ With `hugging_face_llama_plan` as well, `parallelize` comes first.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
              a rank without tokens; MismatchError for what a call cannot have: padding, caches, positions of
              its own. All of them on all ranks
     """
-    config = _require_known(model)
+    config, pretrained = _require_known(model), cast("Any", model)
     _register()
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    pretrained.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise LayoutError(
             f"the model keeps attn_implementation={config._attn_implementation!r}; context parallelism needs "

@@ -117,7 +117,7 @@ def _require_heads(config: Config, tp: int, cp: int, exchanging: int) -> None:
     raise ConfigError(
         f"model.heads = {heads}{each} do not divide among {exchanging} ranks that exchange heads "
         f"(context_parallel.method = {method!r}); make it {f'{below} or ' if below else ''}{below + unit}, "
-        f"set {change} to {', '.join(map(str, fitting))}, or take the method 'exchange'"
+        f"set {change} to {' or '.join(map(str, fitting))}, or take the method 'exchange'"
     )
 
 

@@ -82,7 +82,9 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
 ) -> None:
     alone, expected = of_one_process(*MODEL, *of_model(options))
     together = config_of(*MODEL, *options, name="together")
-    require_serial(together, trained(together, size), alone, expected)
+    # How many tokens a rank has depends on the documents, and the theory says nothing of messages of stages.
+    unknown = {None} if PACKED in options else set()
+    require_serial(together, trained(together, size), alone, expected, unknown)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -182,7 +184,7 @@ def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout:
             ("mesh.cp=4", "context_parallel.method=ulysses", "model.heads=6", "model.head_size=4"),
             ConfigError,
             "model.heads = 6 do not divide among 4 ranks that exchange heads (context_parallel.method = "
-            "'ulysses'); make it 4 or 8, set mesh.cp to 1, 2, 3, 6, or take the method 'exchange'",
+            "'ulysses'); make it 4 or 8, set mesh.cp to 1 or 2 or 3 or 6, or take the method 'exchange'",
         ),
         (
             4,
