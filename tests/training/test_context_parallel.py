@@ -70,7 +70,6 @@ def of_model(options: tuple[str, ...]) -> list[str]:
         (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1")),
         # Some dp ranks have fewer sequences than others.
         (6, ("mesh.cp=2", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
-        (1, (PACKED, SHORT)),
         (2, ("mesh.cp=2", PACKED, SHORT)),
         (4, ("mesh.cp=2", PACKED, SHORT, "context_parallel.method=ulysses", "optimizer.zero_stage=3")),
         (4, ("mesh.cp=2", "mesh.tp=2", PACKED, SHORT, SEQUENCE)),
@@ -82,7 +81,7 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
 ) -> None:
     alone, expected = of_one_process(*MODEL, *of_model(options))
     together = config_of(*MODEL, *options, name="together")
-    # How many tokens a rank has depends on the documents, and the theory says nothing of messages of stages.
+    # How many tokens a rank has depends on the documents, and the theory says nothing of tp and pp.
     unknown = {None} if PACKED in options else set()
     require_serial(together, trained(together, size), alone, expected, unknown)
 
