@@ -125,6 +125,8 @@ def _next_tokens(cp: ContextParallel, labels: Tensor) -> Tensor:
 
 def _require_shareable(cp: ContextParallel, given: dict[str, Any]) -> None:
     mask, padding = cp.mask, given.get("attention_mask")
+    if given.get("input_ids") is None:
+        raise MismatchError("a call without input_ids; give whole sequences [B, S], the same on all ranks")
     if not mask.causal:
         raise LayoutError(f"{mask} is not causal, and the model is; leave causal=False out")
     counts = [sum(span.length for span in spans) for spans in cp.spans()]
@@ -140,8 +142,8 @@ def _require_shareable(cp: ContextParallel, given: dict[str, Any]) -> None:
         )
     if given.get("use_cache") or given.get("past_key_values") is not None:
         raise MismatchError(
-            "a cache of keys has whole sequences, and each rank a part; call the model with use_cache=False "
-            "(generate() with it, or with the model of one process)"
+            "a cache of keys has whole sequences, and each rank has a part; leave use_cache and "
+            "past_key_values out, and generate with a model of one process"
         )
     for name in ("position_ids", "inputs_embeds", "logits_to_keep", "output_attentions", "shift_labels"):
         value = given.get(name)

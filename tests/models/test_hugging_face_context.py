@@ -174,7 +174,7 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do() -> None:
     padded[0, :3] = 0
     refusals: list[tuple[type[Exception], str, Mask, dict[str, Any]]] = [
         (MismatchError, "attention_mask has padding", Mask(LENGTH), {"attention_mask": padded}),
-        (MismatchError, "use_cache=False", Mask(LENGTH), {"use_cache": True}),
+        (MismatchError, "a cache of keys has whole sequences", Mask(LENGTH), {"use_cache": True}),
         (MismatchError, "position_ids cannot be given", Mask(LENGTH), {"position_ids": tokens()}),
         (MismatchError, "logits_to_keep cannot be given", Mask(LENGTH), {"logits_to_keep": 1}),
         (LayoutError, "is not causal, and the model is", Mask(LENGTH, causal=False), {}),
