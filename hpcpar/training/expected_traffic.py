@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 ExpectedTraffic = Mapping[tuple["Communicator", str], int]
 """(communicator, collective) -> bytes that all of its ranks together must send."""
 
-STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
-"""A sum; a sum and its tokens."""
+STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES, TARGETS_NBYTES = 8, 16, 8
+"""A sum; a sum and its tokens; a number of targets."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Passes:
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
     sequence      tokens of a sequence on this rank; None: it depends on the documents in it
+    counts_targets   each step counts the targets of its batch, of which packed documents leave some out
     intervals     steps after each of which losses are summed
     loads         of checkpoints
     """
@@ -54,6 +55,7 @@ class Passes:
     sequence: int | None
     intervals: Sequence[int]
     loads: int
+    counts_targets: bool = False
 
     @property
     def steps(self) -> int:
@@ -102,11 +104,15 @@ def expected_traffic(
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
+    if passes.counts_targets:
+        total[dp, "allreduce"] += passes.steps * allreduce_nbytes(dp, TARGETS_NBYTES, dtype="int64")
     if preemption is not None:
         questions = max(0, passes.steps - 1)
         total[preemption, "allreduce"] += questions * allreduce_nbytes(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
+    if passes.sequence is None:  # a part of what tp sends would be compared with all of it
+        return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
     return total
 
 

@@ -89,8 +89,7 @@ class Run:
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
-        with comm.together("looking at context_parallel"):
-            self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
+        self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
         self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, self.sequences)
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages
@@ -362,6 +361,7 @@ class Run:
             sequence=self.sequences.own_length(self.config.train.sequence),
             intervals=[stop - start for start, stop in intervals],
             loads=1 if self._start.is_resumed else 0,
+            counts_targets=self.sequences.end_of_document is not None,
         )
         return expected_traffic(
             self.model,
