@@ -11,6 +11,7 @@ import random
 import socket
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -88,6 +89,20 @@ def in_turn(players: Sequence[Player], rounds: int) -> Iterator[Player]:
     order = random.Random(0)
     for _ in range(rounds):
         yield from order.sample(players, len(players))
+
+
+def turn(step: Callable[[], Any], steps: int, comm: Communicator) -> tuple[float, float]:
+    """Return seconds of a step on the slowest rank, and processor seconds of it on all ranks together."""
+    import torch  # a peer's Python may have none
+
+    comm.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    slowest = comm.allreduce(torch.tensor([wall_s], dtype=torch.float64), "max")
+    total = comm.allreduce(torch.tensor([cpu_s], dtype=torch.float64))
+    return slowest.item() / steps, total.item() / steps
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

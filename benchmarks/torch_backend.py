@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_options, append_json, header, in_turn, print_header, quartiles, ratios
+from common import add_options, append_json, header, in_turn, print_header, quartiles, ratios, turn
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -110,18 +109,6 @@ def cases(comm: Any) -> dict[str, tuple[Callable[[Any], Step], int]]:
         "8B": (lambda group: one_call(group, 8, comm), 500),
         "64MiB": (lambda group: one_call(group, 2**26, comm), 3),
     }
-
-
-def turn(step: Step, steps: int, comm: Any) -> tuple[float, float]:
-    """Seconds of a step on the slowest rank, and processor seconds of it on all ranks."""
-    comm.barrier()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    slowest = comm.allreduce(torch.tensor([wall_s], dtype=torch.float64), "max")
-    total = comm.allreduce(torch.tensor([cpu_s], dtype=torch.float64))
-    return slowest.item() / steps, total.item() / steps
 
 
 def measure(make: Callable[[Any], Step], steps: int, groups: dict[str, Any], comm: Any, rounds: int) -> Any:

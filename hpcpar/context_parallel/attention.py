@@ -22,8 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.random_by_place import kept_by_place
 from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge, wide
-from hpcpar.context_parallel.plan import Plan, Task, part_of, positions_of
+from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
 from hpcpar.context_parallel.travel import Travel, number_in, packed
+
+
+def places_in(spans: Spans) -> Tensor:
+    """Return the numbers in some spans, int64."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*span) for span in spans)])
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,14 @@ class Call:
         for task in self.plan.tasks[self.rank][owner]:
             allowed = weights = None
             if task.kind == "band" or self.dropout is not None:
-                places = positions_of(part_of(shares[self.rank], task.queries))
-                keys = torch.tensor(positions_of(part_of(shares[owner], task.keys)), device=queries.device)
-            if task.kind == "band":
-                seen = torch.tensor([mask.keys(place) for place in places], device=queries.device)
-                allowed = (keys >= seen[:, :1]) & (keys < seen[:, 1:])
+                places = places_in(part_of(shares[self.rank], task.queries)).to(queries.device)
+                keys = places_in(part_of(shares[owner], task.keys)).to(queries.device)
+            if task.kind == "band":  # within one document
+                before = places.unsqueeze(-1) - keys
+                reach = mask.length if mask.window is None else mask.window
+                allowed = (before < reach) & (before > (-1 if mask.causal else -reach))
             if self.dropout is not None:
-                weights = self.dropout.multipliers(queries, torch.tensor(places, device=keys.device), keys)
+                weights = self.dropout.multipliers(queries, places, keys)
             yield task, Block(self.scale, task.kind == "causal", allowed, weights)
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from hpcpar.context_parallel.attention import Attention, Call, WeightDropout
+from hpcpar.context_parallel.attention import Attention, Call, WeightDropout, places_in
 from hpcpar.context_parallel.head_exchange import HeadExchange
 from hpcpar.context_parallel.kernel import wide
 from hpcpar.context_parallel.mask import Mask, Span
@@ -38,7 +38,6 @@ from hpcpar.context_parallel.plan import (
     exchange_moves,
     exchange_returns,
     part_of,
-    positions_of,
     ring_moves,
     ring_returns,
 )
@@ -124,13 +123,12 @@ class ContextParallel:
 
     def places(self) -> Tensor:
         """Return the places of this rank's tokens in the sequence, int64 [N]."""
-        return torch.tensor(positions_of(self.spans()[self.comm.rank]), dtype=torch.int64)
+        return places_in(self.spans()[self.comm.rank])
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in their documents, int64 [N], for rotary embeddings."""
         parts = self.mask.parts(self.spans()[self.comm.rank])
-        within = [torch.arange(part.start - of.start, part.stop - of.start) for of, part in parts]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *within])
+        return places_in(tuple(Span(part.start - of.start, part.stop - of.start) for of, part in parts))
 
     @property
     def longest(self) -> int:
@@ -161,9 +159,9 @@ class ContextParallel:
         rest = flat[:1].numel() if len(flat) else math.prod(flat.shape[1:])
         sizes = [sum(span.length for span in spans) * rest for spans in of_ranks]
         gathered = self.comm.allgather(flat.reshape(-1), counts=sizes, out=flat.new_empty(sum(sizes)))
-        places = [place for spans in of_ranks for place in positions_of(spans)]
+        places = torch.cat([places_in(spans) for spans in of_ranks]).to(flat.device)
         whole = flat.new_empty(self.mask.length, *flat.shape[1:])
-        whole[torch.tensor(places, dtype=torch.int64, device=flat.device)] = gathered.view(whole.shape)
+        whole[places] = gathered.view(whole.shape)
         return whole.movedim(0, dim)
 
     @uncompiled

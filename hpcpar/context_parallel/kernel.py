@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of attention is besides its tensors.
+    """A block of attention besides its tensors.
 
     scale     of the scores
     causal    query i sees the first i + 1 keys; both have the same number

@@ -28,7 +28,7 @@ KEYS_TAG, GRADIENTS_TAG = 1, 2
 
 
 class Travel(Protocol):
-    """How keys and their gradients travel in one call of attention; every method is collective."""
+    """Movement of keys and of their gradients in one call of attention; every method is collective."""
 
     def tokens(self, owner: int) -> Spans:
         """Return the numbers of the owner's tokens whose keys come to this rank."""

@@ -90,7 +90,7 @@ class Writes:
             f"since the last step parameters were written to ({mine}), and ranks now have different values "
             "of them, so that the model is no longer one, as a layer does that writes to its weights in "
             f"forward by what is in the batch (max_norm). {_INSTEAD}. Whatever else writes to parameters "
-            "must write the same on every rank"
+            "must write the same on every rank, an optimizer too: with one learning rate"
         )
 
     def _written(self) -> list[str]:

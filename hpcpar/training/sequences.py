@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sequences:
-    """How the rows [B, S] of a batch are read: each one text, or documents of which none sees another.
+    """The rows [B, S] of a batch: each one text, or documents of which none sees another.
 
     global_tokens     of the global batch, over all dp ranks
     context           ranks that share each sequence; None: each rank has whole ones

@@ -178,6 +178,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]
         taken = self._variable_gradients.take(grads, variables)
         if self._variable_gradients.is_sum_complete:
             super().apply(taken, variables)
+            self._variable_gradients.next_step()
         else:
             innermost: Any = getattr(self, "inner_optimizer", self)
             innermost._iterations.assign_add(1)

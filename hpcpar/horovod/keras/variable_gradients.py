@@ -107,6 +107,18 @@ class VariableGradients:
             given = self._reduce(given, places)
         return self._scaled(given, places)
 
+    def next_step(self) -> None:
+        """Note that the optimizer has written to the variables, the same on all ranks.
+
+        The next backward then compares one small variable over ranks, not all: enough to find an optimizer
+        that writes otherwise on one rank, as with another learning rate.
+        """
+        if self._gradients is not None:
+            self._gradients.next_step()
+            smallest = min((p for _, p in self._gradients.named), key=torch.numel, default=None)
+            if smallest is not None:
+                torch.autograd.graph.increment_version(smallest)
+
     def close(self) -> None:
         """Take the hooks off the variables."""
         for hook in self._hooks:
