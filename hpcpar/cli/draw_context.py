@@ -51,16 +51,12 @@ class Drawn(NamedTuple):
         return owners
 
 
-class Lengths(click.ParamType):
-    """Numbers of tokens, as in 5,3,8."""
-
-    name = "N,N,..."
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            return tuple(int(word) for word in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: give the tokens of each document, as in 5,3,8", parameter, context)
+def lengths(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read numbers of tokens, as in 5,3,8."""
+    try:
+        return None if value is None else tuple(int(word) for word in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r}: give the tokens of each document, as in 5,3,8") from error
 
 
 @click.command()
@@ -68,7 +64,7 @@ class Lengths(click.ParamType):
 @click.option("--ranks", type=NUMBER, default=4, help="Ranks that share each sequence.")
 @click.option("--length", type=NUMBER, help="Tokens of the sequence; 32, or those of all documents.")
 @click.option("--window", type=NUMBER, help="Tokens that a query sees, itself included.")
-@click.option("--documents", type=Lengths(), help="Tokens of each packed document.")
+@click.option("--documents", callback=lengths, metavar="N,N,...", help="Tokens of each packed document.")
 @click.option("--full", is_flag=True, help="Queries see later keys, too: not causal.")
 @click.option("--inner", type=NUMBER, help="Ranks that exchange heads, of a method with two levels.")
 @click.option("--keep", is_flag=True, help="Keep other ranks' keys for backward.")
