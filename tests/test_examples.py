@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,43 @@ def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:
     assert all(5.4 < each["losses"][0] < 5.8 for each in records)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "  1    2  " in done.stdout
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[float]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"^epoch \d+  loss ([\d.]+)", done.stdout, re.MULTILINE)]
+
+
+# Not by importing it, which would look for TensorFlow.
+needs_keras = pytest.mark.skipif(
+    not (find_spec("keras") and find_spec("sklearn")), reason="needs Keras and scikit-learn"
+)
+
+
+@needs_keras
+@pytest.mark.parametrize("example", ["keras_digits", "keras_two_inputs"])
+def test_a_keras_example_finds_the_same_losses_on_any_number_of_ranks(
+    run_ranks: RunRanks, example: str
+) -> None:
+    program = str(ROOT / "examples" / f"{example}.py")
+    alone, together = (run_ranks(n, program, "--epochs", "2") for n in (1, 2))
+    assert "trained on 2 ranks" in together.stdout
+    # Rounding differs by the order of sums, and 40 steps with momentum make more of it.
+    assert losses_of(together) == pytest.approx(losses_of(alone), abs=5e-5)
+    assert losses_of(alone)[1] < losses_of(alone)[0]
+
+
+@needs_keras
+def test_the_keras_example_runs_by_horovods_name_and_by_hpcpar_run(tmp_path: Path) -> None:
+    program = (ROOT / "examples" / "keras_digits.py").read_text()
+    assert program.count("import hpcpar.horovod.keras as hvd") == 1
+    script = tmp_path / "digits.py"
+    script.write_text(program.replace("import hpcpar.horovod.keras as hvd", "import horovod.keras as hvd"))
+    run = [sys.executable, "-m", "hpcpar", "run", "-n", "2"]
+    losses = []
+    for words in (["--as-horovod", str(script)], [str(ROOT / "examples" / "keras_digits.py")]):
+        command = [*run, *words, "--epochs", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+        losses.append(losses_of(done))
+    assert len(losses[0]) == 1
+    assert losses[0] == losses[1]

@@ -41,6 +41,7 @@ class Arguments:
     offsets       where the chunks of each space start; None: as the algorithm cuts the data
     own           elements of the data that are this rank's share of a reduce-scatter or an all-gather
     lent          holds the same as `own` will once `first` is done, and may be read instead
+    reads_input   of the data themselves this holds: the same on every rank
     uneven        the ranks' pieces differ in size
     same_everywhere   every rank passes the same offsets
     first, last   actions before and after; `at_end` come after the division of an average
@@ -57,6 +58,7 @@ class Arguments:
     root: int | None = None
     own: tuple[int, int] = (0, 0)
     lent: HostBuffer | None = None
+    reads_input: bool = False
     uneven: bool = False
     same_everywhere: bool = True
     first: list[Action] = field(default_factory=list)

@@ -7,18 +7,33 @@ Request ──> cache ── hit ───────────────�
 from __future__ import annotations
 
 import copy
+import ctypes
 import operator
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.comm import agree
-from hpcpar.comm.collectives import COLLECTIVES, ROOTED
+from hpcpar.comm.collectives import COLLECTIVES, MESSAGES, ROOTED
 from hpcpar.comm.compiled import CompiledCollective, Handle
 from hpcpar.comm.compiling import compile_collective, compile_message
 from hpcpar.comm.devices import Devices
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import Signature
-from hpcpar.comm.request import NO_ARRAY, NUMBERS, Key, Request, is_used_in_place, rank_of, scaling_of
+from hpcpar.comm.request import (
+    NO_ARRAY,
+    NUMBERS,
+    Asked,
+    Key,
+    Memory,
+    Request,
+    is_used_in_place,
+    rank_of,
+    scaling_of,
+)
 from hpcpar.comm.runtime import RECENT, Runtime
 from hpcpar.comm.select import ANY, Table, choose
 from hpcpar.comm.shm_segment import ShmSegment
@@ -36,6 +51,39 @@ CACHED = 512
 """Compiled collectives that a communicator keeps."""
 CACHED_NBYTES = 64 * MiB
 """Memory of their own that these take together: landing memory and copies of what a call may not change."""
+
+
+_NUMPY = np.ndarray
+_address = ctypes.addressof
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
+
+def memory_of(array: Any) -> Memory | None:
+    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
+
+    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
+    an array elsewhere that has the same ones is the same memory.
+    """
+    kind = type(array)
+    if kind is _NUMPY or issubclass(kind, _NUMPY):
+        if kind is not _NUMPY and issubclass(kind, np.ma.MaskedArray):
+            return None
+        try:  # a quarter of the cost of array.ctypes.data; what it refuses could not be used in place
+            return _address(_first_byte(array)), array.size, array.dtype
+        except (TypeError, ValueError):
+            return None
+    try:
+        # The flags belong to the key, so that a look at them costs no branch here.
+        return (
+            array.data_ptr(),
+            array.numel(),
+            array.dtype,
+            array.is_contiguous(),
+            array.is_conj(),
+            array.is_neg(),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
 
 
 class Calls:
@@ -70,13 +118,13 @@ class Calls:
 
     # Starting ----------------------------------------------------------------------------------------------
 
-    def run(self, key: Key, buffer: Any = None, out: Any = None) -> Any:
+    def run(self, collective: str, asked: Asked, buffer: Any = None, out: Any = None) -> Any:
         """Start a call and wait for it; its result."""
         try:
-            compiled = self._started(key, buffer, out)
+            compiled = self._started(collective, asked, buffer, out)
             self.progress.run(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(buffer, out)
             raise
         self.latest = None
         if compiled.lead is not None:
@@ -84,49 +132,67 @@ class Calls:
         result = compiled.result
         return (buffer if out is None else out) if result is None else result(buffer, out)
 
-    def start(self, key: Key, buffer: Any = None, out: Any = None) -> Handle:
+    def start(self, collective: str, asked: Asked, buffer: Any = None, out: Any = None) -> Handle:
         """Start a call, and bring it as far as it goes without waiting."""
         try:
-            compiled = self._started(key, buffer, out)
+            compiled = self._started(collective, asked, buffer, out)
             result = compiled.result
             found = (buffer if out is None else out) if result is None else result(buffer, out)
+            compiled.memory = buffer, out
             handle = compiled.handle = Handle(self.progress, compiled, found)
             self.progress.add(compiled)
         except BaseException:
-            self._go_on()
+            self._go_on(buffer, out)
             raise
         self.latest = None
         return handle
 
-    def _started(self, key: Key, buffer: Any, out: Any) -> CompiledCollective:
+    def _started(self, collective: str, asked: Asked, buffer: Any, out: Any) -> CompiledCollective:
+        key = (
+            collective,
+            NO_ARRAY if buffer is None else memory_of(buffer),
+            NO_ARRAY if out is None else memory_of(out),
+            self.label,
+            asked,
+        )
         try:
             compiled = self.cache.get(key)
         except TypeError:  # an argument without a hash, which is refused when it is validated
             compiled = None
         if compiled is None or compiled.is_under_way:
-            compiled = self._compiled(Request(*key), buffer, out)
-        if self.checked:
+            compiled = self._compiled(Request(*key[:4], *asked), buffer, out)
+            if compiled.is_cached:
+                self.keep(key, compiled)
+        is_counted = compiled.comm_id is not None
+        if self.checked and is_counted:
             self.require_same(compiled.described)
+        if compiled.count_write is not None:
+            compiled.count_write(buffer if out is None else out)
+        if self.runtime.trace is not None:
+            compiled.started_s = time.perf_counter()
         count = self.count
         number = count[0]
-        compiled.begin(number, (buffer, out))
+        turn = compiled.executor.begin(number)
         # No call of a function from here on: a signal handler finds the call either not begun, or begun.
-        count[0] = number + 1
-        self.recent[number % RECENT] = number, compiled.described
+        if is_counted:  # else it is a message: ranks make different numbers of these
+            count[0] = number + 1
+            self.recent[number % RECENT] = number, compiled.described
         self.latest = compiled
-        turn = compiled.turn
+        compiled.number = number
+        compiled.turn = turn
         if turn is not None:
             turn.queue += [compiled]
         compiled.is_under_way = True
         return compiled
 
-    def _go_on(self) -> None:
+    def _go_on(self, *memory: Any) -> None:
         """Leave a call, which an error of a signal handler ends, to whoever makes progress next."""
         if self.segment is not None:
             self.segment.withdraw(self.count[0])
         latest = self.latest
-        if latest is not None and latest.is_under_way and latest not in self.progress.under_way:
-            self.progress.under_way.append(latest)
+        if latest is not None and latest.is_under_way:
+            latest.memory = memory
+            self.progress.leave(latest)
 
     def require_same(self, described: str) -> None:
         """Agree in checked mode: MismatchError on every rank unless all make the same call."""
@@ -158,6 +224,8 @@ class Calls:
 
     def _compiled(self, request: Request, buffer: Any, out: Any) -> CompiledCollective:
         """Validate a request and compile it; in checked mode all ranks hear of an error."""
+        if request.collective in MESSAGES:
+            return compile_message(self, request, buffer)
         self.require_usable(request.collective)
         try:
             root = request.root
@@ -188,17 +256,14 @@ class Calls:
                 if memory is not NO_ARRAY
             )
         )
-        if is_cacheable and compiled.is_cached:
-            self.keep(request, compiled)
-        else:
-            compiled.is_cached = False
+        compiled.is_cached = compiled.is_cached and is_cacheable
         return compiled
 
-    def keep(self, request: Request, compiled: CompiledCollective) -> None:
-        if request in self.cache:  # under way: it will be used again
+    def keep(self, key: Key, compiled: CompiledCollective) -> None:
+        if key in self.cache:  # under way: it will be used again
             compiled.is_cached = False
             return
-        self.cache[request] = compiled
+        self.cache[key] = compiled
         if len(self.cache) > CACHED or sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES:
             idle = [
                 (each.number, key)
@@ -216,46 +281,6 @@ class Calls:
         self.cache.clear()
 
     # Messages ----------------------------------------------------------------------------------------------
-
-    def run_message(self, key: Key, array: Any) -> Any:
-        """Start a point-to-point message and wait for it; the array."""
-        try:
-            compiled = self._message_started(key, array)
-            self.progress.run(compiled)
-        except BaseException:
-            self._go_on()
-            raise
-        self.latest = None
-        if compiled.lead is not None:
-            compiled.lead()
-        return array
-
-    def start_message(self, key: Key, array: Any) -> Handle:
-        """Start a point-to-point message, and bring it as far as it goes without waiting."""
-        try:
-            compiled = self._message_started(key, array)
-            found = array if key[0] == "recv" else None
-            handle = compiled.handle = Handle(self.progress, compiled, found)
-            self.progress.add(compiled)
-        except BaseException:
-            self._go_on()
-            raise
-        self.latest = None
-        return handle
-
-    def _message_started(self, key: Key, array: Any) -> CompiledCollective:
-        try:
-            compiled = self.cache.get(key)
-        except TypeError:
-            compiled = None
-        if compiled is None or compiled.is_under_way:
-            compiled = compile_message(self, Request(*key), array)
-        # Ranks make different numbers of these: they take no call number.
-        number = self.count[0]
-        compiled.begin(number, (array, None))
-        self.latest = compiled
-        compiled.is_under_way = True
-        return compiled
 
     def probe(self, tag: Any) -> int | None:
         """Find a message that has come, as `Communicator.probe`."""

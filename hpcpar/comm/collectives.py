@@ -43,6 +43,9 @@ ROOTED = tuple(
 )
 """Calls that need a root: None is no rank."""
 
+MESSAGES = ("send", "recv")
+"""Point-to-point messages, which have no binder."""
+
 
 Binder = Callable[["Calls", Request, "int | None", Any, Any], Arguments]
 
@@ -62,6 +65,9 @@ def _allreduce(calls: Calls, request: Request, root: int | None, buffer: Any, ou
         return _compressed(calls, found, source.host, target, rescaling.compression, factors)
     found.spaces = {"data": target.host}
     found.first = copy_to(target.host, source.host) + _prescaled(target.host, factors)
+    found.reads_input = True
+    if factors.before == 1.0 and not overlap(source.host, target.host):
+        found.lent = source.host
     found.averaged, found.factor = target.host, factors.after
     found.at_end = written_back(target)
     return found
@@ -184,6 +190,9 @@ def _reduce(calls: Calls, request: Request, root: int | None, buffer: Any, out: 
     target = source if not is_root or out is None else view_out(calls, out, source.host.count, source.host)
     require_op(op, source.host.dtype)
     found = Arguments(f"{typed(buffer, source.host)}, op={op}", {"data": target.host}, op=op, combines=True)
+    found.reads_input = True
+    if not is_root or not overlap(source.host, target.host):
+        found.lent = source.host
     if is_root:
         found.first = copy_to(target.host, source.host)
         found.averaged = target.host

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.watch import Call
-from hpcpar.errors import HpcparError, MismatchError
+from hpcpar.errors import HpcparError
 
 if TYPE_CHECKING:
     from hpcpar.comm.executors.message import MessageProgram
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 Result = Callable[[Any, Any], Any]
 """Of the caller's two arrays."""
 
-
-NO_ARRAYS = (None, None)
+Awaited = tuple["Sequence[int] | memoryview[int]", int, int]
+"""(words, word, value) of memory that ranks share."""
 
 
 class ExecutorStep(Protocol):
     """One or several steps of a schedule, bound to memory by an executor.
 
     count, done   how many steps, and how many of them have been done before the one under way
+    awaited       it cannot go on while that word has that value; None: not known
     """
 
     @property
@@ -42,8 +43,11 @@ class ExecutorStep(Protocol):
     @property
     def done(self) -> int: ...
 
-    def begin(self, number: int) -> None:
-        """Make ready for call `number`."""
+    @property
+    def awaited(self) -> Awaited | None: ...
+
+    def begin(self, number: int) -> Turn | None:
+        """Make ready for call `number`; the turn that it has to wait for. May be repeated."""
 
     def advance(self, looks: int) -> bool:
         """Do all that can be done without waiting, looking `looks` times at most; True when complete."""
@@ -67,26 +71,88 @@ class Turn:
         self.queue: list[CompiledCollective] = []
 
 
+class StepSequence:
+    """Steps one after the other, with actions on memory before the first and after the last of them.
+
+    program   chooses steps and turn by the number of the call; None: they are always these
+    """
+
+    awaited = None
+
+    def __init__(
+        self,
+        steps: Sequence[ExecutorStep] = (),
+        first: Sequence[Action] = (),
+        last: Sequence[Action] = (),
+        program: MessageProgram | None = None,
+    ) -> None:
+        self.steps = steps
+        self._first, self._last = first, last
+        self._program = program
+        self._index = 0
+        self._first_actions: Iterator[Action] | None = None
+        self._last_actions: Iterator[Action] | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(step.count for step in self.steps)
+
+    @property
+    def done(self) -> int:
+        under_way = self.steps[self._index : self._index + 1]
+        return sum(step.count for step in self.steps[: self._index]) + sum(step.done for step in under_way)
+
+    def begin(self, number: int) -> Turn | None:
+        turn = None
+        if self._program is not None:
+            self.steps, turn = self._program.at(number)
+        for step in self.steps:
+            step.begin(number)
+        self._index = 0
+        self._first_actions, self._last_actions = iter(self._first), iter(self._last)
+        return turn
+
+    def advance(self, looks: int) -> bool:
+        for action in self._first_actions or ():
+            action()
+        steps = self.steps
+        while self._index < len(steps):
+            if not steps[self._index].advance(looks):
+                return False
+            self._index += 1
+        for action in self._last_actions or ():
+            action()
+        return True
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return self.steps[self._index].waiting_for() if self._index < len(self.steps) else ()
+
+    def received_nbytes(self) -> int:
+        return self.steps[0].received_nbytes()
+
+    def free(self) -> None:
+        if self._program is not None:
+            self._program.free()
+        else:
+            for step in self.steps:
+                step.free()
+
+
 class CompiledCollective:
     """A request that is ready to be started, again and again, one execution at a time.
 
     described        the request in words, the same on every rank
-    steps            what the executor does
-    program          messages: chooses steps and turn by the number of the call
-    first, last      actions on memory before the first and after the last step
+    executor         does the steps
+    turn             other calls that the one under way must not overtake
     lead             makes the stream in which the caller works come after the call's; None: there is none
     result           of the caller's arrays; None: the second one, or the first where there is no second
     count_write      tells autograd of the write to the result, which is a torch tensor; None: it is none
-    expected_nbytes  what point-to-point receives must bring, no more and no less
     comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
+    memory           the caller's arrays while they must be kept alive
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
     """
 
     __slots__ = (
-        "_actions",
-        "_index",
-        "_last_actions",
-        "_memory",
         "by",
         "collective",
         "comm",
@@ -95,21 +161,18 @@ class CompiledCollective:
         "described",
         "device_receive",
         "error",
-        "expected_nbytes",
-        "first",
+        "executor",
         "handle",
         "is_cached",
         "is_under_way",
-        "last",
         "lead",
+        "memory",
         "nbytes",
         "number",
-        "program",
         "result",
         "row",
         "runtime",
         "started_s",
-        "steps",
         "tally",
         "turn",
         "world_ranks",
@@ -138,13 +201,10 @@ class CompiledCollective:
         self.tally: Tally = row.open(*traffic)
         self.result = result
         self.count_write: Callable[[Any], None] | None = None
-        self.steps: Sequence[ExecutorStep] = ()
-        self.first: Sequence[Action] = ()
-        self.last: Sequence[Action] = ()
+        self.executor: ExecutorStep = StepSequence()
+        self.memory: object = None
         self.lead: Callable[[], None] | None = None
         self.turn: Turn | None = None
-        self.program: MessageProgram | None = None
-        self.expected_nbytes: int | None = None
         self.comm_id: int | None = None
         self.device_receive: tuple[int, int] | None = None
         self.is_cached = False
@@ -154,31 +214,6 @@ class CompiledCollective:
         self.error: BaseException | None = None
         self.handle: Handle | None = None
         self.started_s = 0.0
-        self._index = 0
-        self._memory: tuple[Any, Any] = NO_ARRAYS
-        self._actions: Iterator[Action] | None = None
-        self._last_actions: Iterator[Action] | None = None
-
-    def begin(self, number: int, memory: tuple[Any, Any]) -> None:
-        """Make ready for call `number`; the caller's arrays are kept alive until it is done.
-
-        May be repeated: the call counts only when its number is taken.
-        """
-        self.number = number
-        self._memory = memory
-        if self.count_write is not None:
-            buffer, out = memory
-            self.count_write(buffer if out is None else out)
-        self._index = 0
-        self._actions = iter(self.first) if self.first else None
-        self._last_actions = None
-        program = self.program
-        if program is not None:
-            self.steps, self.turn = program.at(number)
-        for step in self.steps:
-            step.begin(number)
-        if self.runtime.trace is not None:
-            self.started_s = time.perf_counter()
 
     def advance(self, looks: int = 1) -> bool:
         """Do all that can be done without waiting; True when this execution has ended, well or not.
@@ -191,47 +226,29 @@ class CompiledCollective:
         if turn is not None and turn.queue[0] is not self:
             return False
         try:
-            if self._actions is not None:
-                for action in self._actions:
-                    action()
-            steps = self.steps
-            while self._index < len(steps):
-                if not steps[self._index].advance(looks):
-                    return False
-                self._index += 1
-            if self.expected_nbytes is not None:
-                self._require_length()
-            if self.last:
-                if self._last_actions is None:
-                    self._last_actions = iter(self.last)
-                for action in self._last_actions:
-                    action()
+            if not self.executor.advance(looks):
+                return False
+            if self.runtime.trace is not None:
+                self._note(self.runtime.trace)
         except HpcparError as error:
-            self._end(error)
-            return True
-        self._end(None)
-        return True
-
-    def _end(self, error: BaseException | None) -> None:
-        trace = self.runtime.trace
-        if error is None and trace is not None:
-            self._note(trace)
-        # From here on no call of a function, so that no signal handler runs in between.
-        turn, handle = self.turn, self.handle
+            self.error = error
+        else:
+            self.error = None
+            self.tally.calls += 1
+        # In these lines no call of a function, so that no signal handler runs in between.
         if turn is not None:
             del turn.queue[0]
-        self.error = error
-        if error is None:
-            self.tally.calls += 1
         self.is_under_way = False
+        handle = self.handle
         if handle is not None:
-            handle.error = error
+            handle.error = self.error
             handle.is_done = True
             handle._compiled = None
             self.handle = None
-        self._memory = NO_ARRAYS
+        self.memory = None
         if not self.is_cached:
             self.free()
+        return True
 
     def _note(self, trace: Trace) -> None:
         trace.add(
@@ -242,14 +259,6 @@ class CompiledCollective:
             nbytes_sent=self.tally.nbytes_sent,
             algorithm=self.by,
         )
-
-    def _require_length(self) -> None:
-        found = self.steps[0].received_nbytes()
-        if found != self.expected_nbytes:
-            raise MismatchError(
-                f"{self.name} expected {self.expected_nbytes} bytes, but {found} came; "
-                f"sender and receiver must name the same number of bytes"
-            )
 
     @property
     def name(self) -> str:
@@ -268,30 +277,22 @@ class CompiledCollective:
         turn = self.turn
         if turn is not None and turn.queue and turn.queue[0] is not self:
             return turn.queue[0].waiting_for()
-        if self._index >= len(self.steps):
-            return ()
-        return tuple(self.world_ranks[r] for r in self.steps[self._index].waiting_for())
+        return tuple(self.world_ranks[r] for r in self.executor.waiting_for())
 
     def progress(self) -> str:
-        done = sum(step.count for step in self.steps[: self._index])
-        done += sum(step.done for step in self.steps[self._index : self._index + 1])
-        count = sum(step.count for step in self.steps)
-        return f"step {min(done + 1, count)} of {count}"
+        count = self.executor.count
+        return f"step {min(self.executor.done + 1, count)} of {count}"
 
     def free(self) -> None:
         """Leave the cache: requests go back to MPI, the account takes over what was counted."""
         self.is_cached = False
         if self.is_under_way:
             return  # again at its end
-        if self.program is not None:
-            self.program.free()
-        else:
-            for step in self.steps:
-                step.free()
+        self.executor.free()
         self.row.close(self.tally)
         self.tally.calls = 0
         # Perhaps somebody still refers to it; the memory that it works on goes.
-        self.program, self.steps, self.first, self.last = None, (), (), ()
+        self.executor = StepSequence()
 
 
 class Handle:

@@ -13,7 +13,7 @@ from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Space
 from hpcpar.comm.arguments import Arguments, copy_to, view
 from hpcpar.comm.blocks import Action
-from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, Turn
+from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, StepSequence, Turn
 from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
@@ -28,13 +28,16 @@ from hpcpar.comm.plan import (
     PlannedStep,
     counted,
     plan,
+    reading_input,
     received_elsewhere,
+    writes_all,
 )
 from hpcpar.comm.reductions import finishing
 from hpcpar.comm.request import Request, is_used_in_place, rank_of
 from hpcpar.comm.select import NATIVE, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Spaces, copying, itemsize_of
+from hpcpar.errors import MismatchError
 from hpcpar.transport.buffers import HostBuffer, write_counter
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.interface import CALL_TAGS, COLLECTIVE_TAGS, NativeCall
@@ -77,21 +80,35 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     planned, spaces = counted((step,)), {space: host}
     compiled = _new(calls, request, what, "", planned, spaces)
     compiled.collective, compiled.comm_id = what, None
-    compiled.expected_nbytes = host.octets.size if receives else None
-    compiled.last = [] if binding.write_back is None or not receives else [binding.write_back]
-    compiled.count_write = write_counter(array) if receives else None
+    if receives:
+        compiled.count_write = write_counter(array)
+    else:
+        compiled.result = lambda buffer, out: None
+    arguments = Arguments()
+    if receives:
+        arguments.last = [partial(_require_length, compiled, host.octets.size)]
+        arguments.last += [] if binding.write_back is None else [binding.write_back]
     if isinstance(host, DeviceBuffer):
         compiled.device_receive = (peer, tag) if receives else None
-        _bind_device_steps(calls, compiled, planned, spaces, "sum", tag)
+        _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
         return compiled
     # Not planned.steps: a message of no elements travels, too.
-    compiled.program = MessageProgram(
+    program = MessageProgram(
         calls.transport, [step], spaces, "sum", calls.runtime.scratch, Signature(tag, [None])
     )
-    if request.input is not None and is_used_in_place(array) and request not in calls.cache:
-        compiled.is_cached = True
-        calls.keep(request, compiled)
+    compiled.executor = StepSequence(last=arguments.last, program=program)
+    compiled.is_cached = request.input is not None and is_used_in_place(array)
     return compiled
+
+
+def _require_length(compiled: CompiledCollective, expected_nbytes: int) -> None:
+    """Refuse a message that brought more or fewer bytes."""
+    found = compiled.executor.received_nbytes()
+    if found != expected_nbytes:
+        raise MismatchError(
+            f"{compiled.name} expected {expected_nbytes} bytes, but {found} came; "
+            f"sender and receiver must name the same number of bytes"
+        )
 
 
 def compile_collective(
@@ -108,10 +125,9 @@ def compile_collective(
         op=arguments.op,
         on_device=isinstance(whole, DeviceBuffer),
     )
-    first, last = list(arguments.first), list(arguments.last)
     if algorithm.name == NATIVE:
-        compiled = _by_mpi(calls, request, arguments, described, first, last)
-        return compiled
+        return _by_mpi(calls, request, arguments, described)
+    first, last = arguments.first, arguments.last
     segments = segments_for(algorithm, whole.octets.size)
     offsets = arguments.offsets
     if offsets is not None and segments > 1:
@@ -121,10 +137,17 @@ def compile_collective(
     work_chunks = algorithm.work_chunks(calls.size)
     if work_chunks:
         cut, spaces = _with_work(cut, spaces, work_chunks)
-    planned = plan(
-        algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
-    )
+    reads_input = arguments.reads_input and _can_read_input(calls, algorithm, arguments.root or 0, segments)
+    arguments.reads_input = reads_input and not isinstance(whole, DeviceBuffer)
+    bound = algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
     kept = arguments.kept
+    planned = plan(*bound, reads_input=arguments.reads_input and arguments.lent is not None)
+    if arguments.reads_input and arguments.lent is not None:
+        if kept is not None or writes_all(planned, whole.count):
+            spaces = {**spaces, "input": arguments.lent}
+            first.clear()
+        else:
+            planned = plan(*bound)
     copy_nbytes = 0
     if kept is not None and planned.received:
         elsewhere, is_filled = None, False
@@ -134,13 +157,14 @@ def compile_collective(
             elsewhere = received_elsewhere(planned, ("data", *arguments.own), is_filled=is_filled)
         if elsewhere is not None and kept.target is not None:
             if is_filled:
-                first += copy_to(kept.target, whole.part(*arguments.own))
+                first.extend(copy_to(kept.target, whole.part(*arguments.own)))
             planned, spaces = elsewhere, {**spaces, "output": kept.target}
         else:
             work = whole.scratch(whole.count)
             copy_nbytes = whole.octets.size
             spaces = {**spaces, "data": work}
-            first.append(copying(work.octets, whole.octets))
+            if "input" not in spaces:
+                first.append(copying(work.octets, whole.octets))
             if kept.target is not None:
                 last.insert(0, copying(kept.target.octets, work.part(*arguments.own).octets))
     elif kept is not None and kept.target is not None:
@@ -148,11 +172,23 @@ def compile_collective(
     compiled = _new(calls, request, described, algorithm.name, planned, spaces)
     compiled.result = arguments.result
     compiled.nbytes = copy_nbytes
-    compiled.first = first
-    compiled.last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    arguments.last = [*last, *_divided(calls, arguments), *arguments.at_end]
     compiled.is_cached = arguments.same_everywhere and copy_nbytes <= KEPT_COPY_NBYTES
     _bind_steps(calls, compiled, arguments, algorithm, segments, cut, planned, spaces)
     return compiled
+
+
+def _can_read_input(calls: Calls, algorithm: Algorithm, root: int, segments: int) -> bool:
+    """True if ranks need not copy their input first. The same on all ranks that share memory."""
+    segment = calls.segment
+    if segment is not None and not calls.is_all_shared:
+        return False  # messages of one step by two executors are two sums: both would begin with the input
+    nodes = calls.transport.nodes
+    return all(
+        reading_input(algorithm.schedule(rank, calls.size, root=root, segments=segments, nodes=nodes))
+        is not None
+        for rank in ([calls.rank] if segment is None else segment.ranks)
+    )
 
 
 def _new(
@@ -191,9 +227,8 @@ def _bind_steps(
     fresh_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
     scratch = calls.runtime.scratch
     if isinstance(whole, DeviceBuffer):
-        _bind_device_steps(
-            calls, compiled, planned, spaces, op, fresh_tag + calls.count[0] % CALLS_TOLD_APART
-        )
+        tag = fresh_tag + calls.count[0] % CALLS_TOLD_APART
+        _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
         return
     layout = _layout(calls, arguments, algorithm, segments, cut, whole)
     call = None if layout is None else _shared_call(calls, compiled, arguments, layout, spaces, nbytes)
@@ -205,10 +240,15 @@ def _bind_steps(
                 elsewhere[step.index] = MessageStep(
                     calls.transport, beyond, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART
                 )
-        if arguments.lent is not None and not elsewhere and call.lend(arguments.lent, arguments.own, planned):
-            compiled.first = []
-        bind_steps(call, planned, op, elsewhere)
-        compiled.steps = [call]
+        if (
+            "input" not in spaces
+            and arguments.lent is not None
+            and not elsewhere
+            and call.lend(arguments.lent, arguments.own, planned)
+        ):
+            arguments.first = []
+        bind_steps(call, planned, op, elsewhere, arguments.first, arguments.last)
+        compiled.executor = call
     elif (
         calls.size > 1
         and arguments.same_everywhere
@@ -218,27 +258,34 @@ def _bind_steps(
         program = MessageProgram(
             calls.transport, planned.steps, spaces, op, scratch, _signature(calls, digest)
         )
-        compiled.program = program
+        compiled.executor = StepSequence((), arguments.first, arguments.last, program)
         compiled.nbytes += program.nbytes
     else:
-        compiled.steps = [
+        steps = [
             MessageStep(calls.transport, step, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART)
             for step in planned.steps
         ]
+        compiled.executor = StepSequence(steps, arguments.first, arguments.last)
 
 
 def _bind_device_steps(
-    calls: Calls, compiled: CompiledCollective, planned: Plan, spaces: Spaces, op: str, tag: int
+    calls: Calls,
+    compiled: CompiledCollective,
+    arguments: Arguments,
+    planned: Plan,
+    spaces: Spaces,
+    tag: int,
 ) -> None:
     """Bind a plan to device memory, for one call: a kernel's start hides what could be prepared."""
     devices, whole = calls.runtime.devices, next(iter(spaces.values()))
     assert devices is not None, "no array is seen as a device's without them"
     assert isinstance(whole, DeviceBuffer)
-    steps = device_steps(devices, calls.transport, calls.mailroom, planned, spaces, op, tag)
-    compiled.steps = [native.PostedStep(step) for step in steps]
-    compiled.is_cached = False
+    steps = device_steps(devices, calls.transport, calls.mailroom, planned, spaces, arguments.op, tag)
     keep = partial(whole.queue.afterwards, lambda: spaces)
-    compiled.last = [*compiled.last, keep]
+    compiled.executor = StepSequence(
+        [native.PostedStep(step) for step in steps], arguments.first, [*arguments.last, keep]
+    )
+    compiled.is_cached = False
     compiled.lead = partial(lead_caller, whole)
 
 
@@ -262,6 +309,7 @@ def _layout(
         cut,
         whole.itemsize,
         is_uneven=not arguments.same_everywhere,
+        reads_input=arguments.reads_input,
     )
 
 
@@ -302,16 +350,10 @@ def _signature(calls: Calls, digest: int) -> Signature:
     return found
 
 
-def _by_mpi(
-    calls: Calls,
-    request: Request,
-    arguments: Arguments,
-    described: str,
-    first: list[Action],
-    last: list[Action],
-) -> CompiledCollective:
+def _by_mpi(calls: Calls, request: Request, arguments: Arguments, described: str) -> CompiledCollective:
     """Leave the call to MPI, as one step."""
     spaces, kept = arguments.spaces, arguments.kept
+    first, last = arguments.first, arguments.last
     data = next(iter(spaces.values()))
     if kept is not None:
         work = data.scratch(data.count)
@@ -333,9 +375,8 @@ def _by_mpi(
     step = native.native_step(calls.transport, participants, asked, spaces, arguments.offsets)
     compiled = _new(calls, request, described, NATIVE, NOT_COUNTED, spaces)
     compiled.result = arguments.result
-    compiled.steps = [native.PostedStep(step)]
-    compiled.first = first
-    compiled.last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    compiled.executor = StepSequence([native.PostedStep(step)], first, last)
     compiled.row.calls_by_mpi += 1
     return compiled
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcpar.comm.arguments import overlap
 from hpcpar.comm.compiled import Handle
-from hpcpar.comm.methods import memory_of
-from hpcpar.comm.request import NO_ARRAY, PLAIN, Key
+from hpcpar.comm.request import PLAIN
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import bind
 from hpcpar.transport.gpu.device_buffer import is_on_device
@@ -20,25 +19,9 @@ if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
 
 
-def _message(self: Communicator, kind: str, buffer: Any, peer: Any, tag: Any) -> Key:
-    return (
-        kind,
-        None,
-        None,
-        None,
-        PLAIN,
-        None,
-        memory_of(buffer),
-        NO_ARRAY,
-        self._calls.label,
-        peer,
-        tag,
-    )
-
-
 def start_send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> Handle:
     """Send an array's elements; the buffer may be changed once the handle is complete."""
-    return self._calls.start_message(_message(self, "send", buffer, to, tag), buffer)
+    return self._calls.start("send", (None, None, None, PLAIN, None, to, tag), buffer)
 
 
 def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
@@ -47,17 +30,17 @@ def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
         raise OperationError(
             f"rank {to} would wait for itself in send; use start_send, or sendrecv, towards oneself"
         )
-    self._calls.run_message(_message(self, "send", buffer, to, tag), buffer)
+    self._calls.run("send", (None, None, None, PLAIN, None, to, tag), buffer)
 
 
 def start_recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Handle:
     """Receive into an array; `wait()` returns it."""
-    return self._calls.start_message(_message(self, "recv", buffer, source, tag), buffer)
+    return self._calls.start("recv", (None, None, None, PLAIN, None, source, tag), buffer)
 
 
 def recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Any:
     """`start_recv` and wait."""
-    return self._calls.run_message(_message(self, "recv", buffer, source, tag), buffer)
+    return self._calls.run("recv", (None, None, None, PLAIN, None, source, tag), buffer)
 
 
 def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, tag: int = 0) -> Any:

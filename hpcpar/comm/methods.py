@@ -19,99 +19,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcpar.comm.compiled import Handle
-from hpcpar.comm.request import NO_ARRAY, PLAIN, Key, Memory, Scaling, counts_of
+from hpcpar.comm.request import PLAIN, counts_of
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
-
-
-_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
-
-
-def memory_of(array: Any) -> Memory | None:
-    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
-
-    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
-    an array elsewhere that has the same ones is the same memory.
-    """
-    if isinstance(array, np.ndarray):
-        is_masked = type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray)
-        if is_masked or not (array.size and array.flags.carray):
-            return None
-        try:  # a quarter of the cost of array.ctypes.data
-            return ctypes.addressof(_first_byte(array)), array.size, array.dtype
-        except ValueError:  # dates and the like, which are refused when the request is validated
-            return None
-    try:
-        # The flags belong to the key, so that a look at them costs no branch here.
-        return (
-            array.data_ptr(),
-            array.numel(),
-            array.dtype,
-            array.is_contiguous(),
-            array.is_conj(),
-            array.is_neg(),
-        )
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-
-
-def _reduction(
-    self: Communicator,
-    collective: str,
-    buffer: Any,
-    op: str,
-    out: Any,
-    algorithm: str | None,
-    factors: Scaling,
-    counts: Sequence[int] | None = None,
-) -> Key:
-    return (
-        collective,
-        op,
-        None,
-        algorithm,
-        factors,
-        None if counts is None else counts_of(counts),
-        memory_of(buffer),
-        NO_ARRAY if out is None else memory_of(out),
-        self._calls.label,
-        None,
-        None,
-    )
-
-
-def _moving(
-    self: Communicator,
-    collective: str,
-    buffer: Any,
-    out: Any = None,
-    *,
-    op: Any = None,
-    root: Any = None,
-    algorithm: str | None = None,
-    counts: Sequence[Any] | None = None,
-) -> Key:
-    return (
-        collective,
-        op,
-        root,
-        algorithm,
-        PLAIN,
-        None if counts is None else counts_of(counts),
-        NO_ARRAY if buffer is None else memory_of(buffer),
-        NO_ARRAY if out is None else memory_of(out),
-        self._calls.label,
-        None,
-        None,
-    )
 
 
 def start_allreduce(
@@ -136,8 +51,8 @@ def start_allreduce(
     result            out, or buffer when out is None
     errors            OperationError, BufferTypeError; MismatchError on every rank
     """
-    factors = prescale_factor, postscale_factor, compression
-    return self._calls.start(_reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out)
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None
+    return self._calls.start("allreduce", asked, buffer, out)
 
 
 def allreduce(
@@ -152,8 +67,8 @@ def allreduce(
     compression: str | None = None,
 ) -> Any:
     """`start_allreduce` and wait."""
-    factors = prescale_factor, postscale_factor, compression
-    return self._calls.run(_reduction(self, "allreduce", buffer, op, out, algorithm, factors), buffer, out)
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None
+    return self._calls.run("allreduce", asked, buffer, out)
 
 
 def start_reduce_scatter(
@@ -174,10 +89,8 @@ def start_reduce_scatter(
     result            out, which may lie in buffer; or, when out is None, this rank's piece as a flat
                       view of buffer, whose other pieces then hold partial sums
     """
-    factors = prescale_factor, postscale_factor, None
-    return self._calls.start(
-        _reduction(self, "reduce_scatter", buffer, op, out, algorithm, factors, counts), buffer, out
-    )
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts)
+    return self._calls.start("reduce_scatter", asked, buffer, out)
 
 
 def reduce_scatter(
@@ -192,10 +105,8 @@ def reduce_scatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """`start_reduce_scatter` and wait."""
-    factors = prescale_factor, postscale_factor, None
-    return self._calls.run(
-        _reduction(self, "reduce_scatter", buffer, op, out, algorithm, factors, counts), buffer, out
-    )
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts)
+    return self._calls.run("reduce_scatter", asked, buffer, out)
 
 
 def start_allgather(
@@ -212,8 +123,8 @@ def start_allgather(
     out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
     result   out, or a new one-dimensional array
     """
-    request = _moving(self, "allgather", shard, out, algorithm=algorithm, counts=counts)
-    return self._calls.start(request, shard, out)
+    asked = None, None, algorithm, PLAIN, counts_of(counts)
+    return self._calls.start("allgather", asked, shard, out)
 
 
 def allgather(
@@ -225,8 +136,8 @@ def allgather(
     algorithm: str | None = None,
 ) -> Any:
     """`start_allgather` and wait."""
-    request = _moving(self, "allgather", shard, out, algorithm=algorithm, counts=counts)
-    return self._calls.run(request, shard, out)
+    asked = None, None, algorithm, PLAIN, counts_of(counts)
+    return self._calls.run("allgather", asked, shard, out)
 
 
 def start_broadcast(
@@ -237,14 +148,12 @@ def start_broadcast(
     buffer   same shape and element type on every rank
     result   buffer
     """
-    request = _moving(self, "broadcast", buffer, root=root, algorithm=algorithm)
-    return self._calls.start(request, buffer)
+    return self._calls.start("broadcast", (None, root, algorithm, PLAIN, None), buffer)
 
 
 def broadcast(self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
     """`start_broadcast` and wait."""
-    request = _moving(self, "broadcast", buffer, root=root, algorithm=algorithm)
-    return self._calls.run(request, buffer)
+    return self._calls.run("broadcast", (None, root, algorithm, PLAIN, None), buffer)
 
 
 def start_reduce(
@@ -261,8 +170,7 @@ def start_reduce(
     result   on the root out, or buffer when out is None; None elsewhere
     """
     into = out if self.rank == root else None
-    request = _moving(self, "reduce", buffer, into, op=op, root=root, algorithm=algorithm)
-    return self._calls.start(request, buffer, into)
+    return self._calls.start("reduce", (op, root, algorithm, PLAIN, None), buffer, into)
 
 
 def reduce(
@@ -276,8 +184,7 @@ def reduce(
 ) -> Any:
     """`start_reduce` and wait."""
     into = out if self.rank == root else None
-    request = _moving(self, "reduce", buffer, into, op=op, root=root, algorithm=algorithm)
-    return self._calls.run(request, buffer, into)
+    return self._calls.run("reduce", (op, root, algorithm, PLAIN, None), buffer, into)
 
 
 def start_gather(
@@ -294,8 +201,8 @@ def start_gather(
     counts   elements of each rank's shard, known to all; None: all as many as this one
     result   on the root out, or a new one-dimensional array; None elsewhere
     """
-    request = _moving(self, "gather", shard, out, root=root, algorithm=algorithm, counts=counts)
-    return self._calls.start(request, shard, out)
+    asked = None, root, algorithm, PLAIN, counts_of(counts)
+    return self._calls.start("gather", asked, shard, out)
 
 
 def gather(
@@ -327,8 +234,8 @@ def start_scatter(
     out      this rank's piece
     result   out
     """
-    request = _moving(self, "scatter", None, out, root=root, algorithm=algorithm, counts=counts)
-    return self._calls.start(request, buffer, out)
+    asked = None, root, algorithm, PLAIN, counts_of(counts)
+    return self._calls.start("scatter", asked, buffer, out)
 
 
 def scatter(
@@ -363,8 +270,7 @@ def start_alltoall(
     counts = None
     if send_counts is not None or receive_counts is not None:
         counts = counts_of(send_counts), counts_of(receive_counts)
-    request = _moving(self, "alltoall", buffer, out, algorithm=algorithm, counts=counts)
-    return self._calls.start(request, buffer, out)
+    return self._calls.start("alltoall", (None, None, algorithm, PLAIN, counts), buffer, out)
 
 
 def alltoall(
@@ -380,15 +286,14 @@ def alltoall(
     counts = None
     if send_counts is not None or receive_counts is not None:
         counts = counts_of(send_counts), counts_of(receive_counts)
-    request = _moving(self, "alltoall", buffer, out, algorithm=algorithm, counts=counts)
-    return self._calls.run(request, buffer, out)
+    return self._calls.run("alltoall", (None, None, algorithm, PLAIN, counts), buffer, out)
 
 
 def start_barrier(self: Communicator, *, algorithm: str | None = None) -> Handle:
     """Complete once every rank has started it."""
-    return self._calls.start(_moving(self, "barrier", None, algorithm=algorithm))
+    return self._calls.start("barrier", (None, None, algorithm, PLAIN, None))
 
 
 def barrier(self: Communicator, *, algorithm: str | None = None) -> None:
     """`start_barrier` and wait."""
-    self._calls.run(_moving(self, "barrier", None, algorithm=algorithm))
+    self._calls.run("barrier", (None, None, algorithm, PLAIN, None))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
@@ -73,14 +75,73 @@ def plan(
     segments: int,
     offsets: Offsets,
     nodes: Nodes | None = None,
+    *,
+    reads_input: bool = False,
 ) -> Plan:
     """Bind one rank's schedule to element ranges. Messages of no elements are left out.
 
     The messages of a barrier carry no chunks at all, and stay.
+
+    reads_input   the data get their first values from the space "input" (`reading_input`)
     """
     edges = dict(offsets)
     schedule = algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes)
-    return counted(tuple(_plan_step(step, index, edges) for index, step in enumerate(schedule)))
+    fresh: Sequence[Sequence[bool]] = [[False] * len(step.receives) for step in schedule]
+    if reads_input:
+        found = reading_input(schedule)
+        assert found is not None, "asked before"
+        schedule, fresh = found
+        edges["input"] = edges["data"]
+    return counted(tuple(_plan_step(step, index, edges, fresh[index]) for index, step in enumerate(schedule)))
+
+
+@lru_cache(maxsize=1024)
+def reading_input(schedule: tuple[Step, ...]) -> tuple[tuple[Step, ...], list[list[bool]]] | None:
+    """Let a rank read in the space "input" what it has not written in "data" before.
+
+    So the input need not be copied first, and stays as it is. Where messages are read in their sender's
+    memory, the readers know by this which of them lie in its input.
+
+    returns   the steps, and for each of their receives, True if the rank's own operands are in the input;
+              None where a message, or what a step sends, has chunks of both kinds
+    """
+    written: set[int] = set()
+    steps: list[Step] = []
+    fresh: list[list[bool]] = []
+    for step in schedule:
+        if step.copies:
+            return None
+        sends = []
+        for send in step.sends:
+            is_fresh = send.space == "data" and written.isdisjoint(send.chunks)
+            if send.space == "data" and not is_fresh and not written.issuperset(send.chunks):
+                return None
+            sends.append(replace(send, space="input") if is_fresh else send)
+        if len({send.space for send in sends if send.chunks}) > 1:
+            return None
+        flags: list[bool] = []
+        for (space, chunks, combine), alike in groupby(
+            step.receives, lambda r: (r.space, r.chunks, r.combine)
+        ):
+            is_fresh = combine and space == "data" and written.isdisjoint(chunks)
+            if combine and space == "data" and not is_fresh and not written.issuperset(chunks):
+                return None
+            flags += [is_fresh for _ in alike]
+            written.update(chunks if space == "data" else ())
+        steps.append(replace(step, sends=tuple(sends)))
+        fresh.append(flags)
+    return tuple(steps), fresh
+
+
+def writes_all(planned: Plan, count: int) -> bool:
+    """True if all `count` elements of the data are received, combined or not."""
+    runs = [run for step in planned.steps for message in step.receives for run in message.runs]
+    end = 0
+    for _, start, stop in sorted(run for run in runs if run[0] == "data"):
+        if start > end:
+            return False
+        end = max(end, stop)
+    return end >= count
 
 
 def counted(steps: tuple[PlannedStep, ...]) -> Plan:
@@ -95,17 +156,20 @@ def counted(steps: tuple[PlannedStep, ...]) -> Plan:
     )
 
 
-def _plan_step(step: Step, index: int, edges: dict[Space, Edges]) -> PlannedStep:
+def _plan_step(step: Step, index: int, edges: dict[Space, Edges], fresh: Sequence[bool]) -> PlannedStep:
     copies = [
         (_run(copy.space, source, edges), _run(copy.into_space, target, edges))
         for copy in step.copies
         for source, target in zip(copy.chunks, copy.into, strict=True)
     ]
     sends = [Message(send.to, *runs_of(send, edges)) for send in step.sends]
-    receives = [
-        Message(r.source, *runs_of(r, edges), combine=r.combine, own_turn=step.own_turn)
-        for r in step.receives
-    ]
+    receives = []
+    for r, is_fresh in zip(step.receives, fresh, strict=True):
+        runs, count = runs_of(r, edges)
+        own: tuple[Run, ...] | None = None
+        if is_fresh:
+            own = tuple(("input", start, stop) for _, start, stop in runs)
+        receives.append(Message(r.source, runs, count, r.combine, step.own_turn, own))
     return PlannedStep(
         tuple(copies),
         tuple(message for message in sends if message.count or not message.runs),

@@ -7,12 +7,12 @@ communicators of its own: one at a time advances what all of them have under way
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from threading import get_ident
+from threading import RLock
+from typing import Any
 
-from hpcpar.comm.compiled import CompiledCollective, Handle
+from hpcpar.comm.compiled import Awaited, CompiledCollective, Handle
 from hpcpar.comm.watch import Waited, Watch
 from hpcpar.errors import OperationError
 from hpcpar.transport.interface import Transport
@@ -23,12 +23,20 @@ LOOKS = 40
 """Looks of a wait for one call at a word of shared memory before it pauses, where each rank has its own core.
 A look costs 60 ns."""
 
+LOOKS_AT_A_WORD = 32
+"""Pauses of a wait for one call after which it is advanced although the word that it awaits is as it was."""
+
+NOTHING_AWAITED: Awaited = ((1,), 0, 0)
+"""A word that is never as it was."""
+
 
 class Progress:
     """All calls of one rank that are under way, on every communicator of a job.
 
     looks       of a wait for one call at a word of shared memory before it pauses
     is_forked   the process was forked from the rank, and is none itself
+
+    A thread that owns the lock and asks for progress is in a handler or a finalizer inside of another call.
     """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
@@ -37,24 +45,21 @@ class Progress:
         self.looks = 1
         self.is_forked = False
         self.under_way: list[CompiledCollective] = []
-        self._lock = threading.Lock()
-        # Threads that hold the lock or are about to: set before, so that a handler in between knows it.
-        self._inside: set[int] = set()
+        self._lock: Any = RLock()
         # Advanced first: an exception of a handler may have left it between two uses of common scratch.
         self._latest: CompiledCollective | None = None
 
     @property
     def is_inside(self) -> bool:
         """True in a call that a signal handler or a finalizer makes inside of another call's progress."""
-        return get_ident() in self._inside
+        return bool(self._lock._is_owned())
 
     def leave_to_parent(self) -> None:
         """In a forked process: the calls under way are the rank's, whose memory and messages these are."""
         self.is_forked = self._transport.size > 1  # alone, it is a job of its own
         self.under_way.clear()
         self._latest = None
-        self._lock = threading.Lock()  # another thread may have held it
-        self._inside.clear()
+        self._lock = RLock()  # another thread may have held it
 
     def require_rank(self, what: str) -> None:
         """Refuse a call in a process that was forked from a rank."""
@@ -68,7 +73,7 @@ class Progress:
     def require_outside(self, what: str) -> None:
         """Refuse a call in a forked process, and one that would wait for the call that it interrupts."""
         self.require_rank(what)
-        if get_ident() in self._inside:
+        if self._lock._is_owned():
             raise OperationError(
                 f"{what} was asked for by a signal handler or a finalizer, in the middle of another call of "
                 f"the same thread, which it would wait for: note in the handler that it is due, and make the "
@@ -79,30 +84,33 @@ class Progress:
         """Take a started call under way, and bring it as far as it goes without waiting."""
         # First into the list: an exception in between leaves it where `poke` finds it.
         self.under_way.append(compiled)
-        if get_ident() not in self._inside:
+        if not self._lock._is_owned():
             self._advance([compiled])
 
+    def leave(self, compiled: CompiledCollective) -> None:
+        """Take a call under way that an exception of a handler has left."""
+        if compiled not in self.under_way:
+            self.under_way.append(compiled)
+            self._latest = compiled
+
     def _advance(self, calls: Sequence[CompiledCollective], looks: int = 1) -> None:
-        thread = get_ident()
-        try:
-            self._inside.add(thread)
-            with self._lock:
-                latest = self._latest
-                for compiled in calls if latest is None else [latest, *calls]:
-                    self._latest = compiled
-                    # Another thread may have brought it to its end already.
-                    if compiled.advance(looks) and compiled in self.under_way:
-                        self.under_way.remove(compiled)
-                self._latest = None
-        finally:
-            self._inside.discard(thread)
+        with self._lock:
+            latest = self._latest
+            for compiled in calls if latest is None else [latest, *calls]:
+                self._latest = compiled
+                # Another thread may have brought it to its end already.
+                if compiled.advance(looks) and compiled in self.under_way:
+                    self.under_way.remove(compiled)
+            self._latest = None
 
     def run(self, compiled: CompiledCollective) -> None:
         """Bring a started call to its end; its error is raised here."""
-        if get_ident() in self._inside:
+        lock = self._lock
+        if lock._is_owned():
             self.require_outside("a collective")
         if not self.under_way:  # the usual case: most end at the first attempt, without the list
-            self._advance((compiled,), self.looks)
+            with lock:
+                compiled.advance(self.looks)
         if compiled.is_under_way:
             self.under_way.append(compiled)
             self.wait(compiled)
@@ -111,7 +119,7 @@ class Progress:
 
     def poke(self) -> None:
         """Advance everything that is under way; never blocks. Does nothing inside of another call."""
-        if self.under_way and get_ident() not in self._inside:
+        if self.under_way and not self._lock._is_owned():
             self._advance(list(self.under_way))
 
     def wait(self, compiled: CompiledCollective, handle: Handle | None = None) -> None:
@@ -122,13 +130,19 @@ class Progress:
         try:
             while True:
                 under_way = list(self.under_way)
-                self._advance(under_way, self.looks if len(under_way) == 1 else 1)
+                is_alone = len(under_way) == 1
+                self._advance(under_way, self.looks if is_alone else 1)
                 if handle.is_done if handle is not None else not compiled.is_under_way:
                     return
-                attempt += 1
-                self._transport.pause(attempt)
-                if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
-                    self._watch.look(compiled, time.perf_counter() - started_s, compiled.call)
+                # Whoever looks at one word of memory holds no lock meanwhile: other threads go on.
+                words, word, value = (is_alone and compiled.executor.awaited) or NOTHING_AWAITED
+                for _ in range(LOOKS_AT_A_WORD):
+                    attempt += 1
+                    self._transport.pause(attempt)
+                    if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
+                        self._watch.look(compiled, time.perf_counter() - started_s, compiled.call)
+                    if words[word] != value:
+                        break
         finally:
             compiled.row.seconds_waited += time.perf_counter() - started_s
 

@@ -127,7 +127,7 @@ def combining(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffer) -> 
         return [partial(_fold_on_device, op, into, (one, other))]
     if into.dtype not in _HALVES or (_is_numpy(into) and into.count <= _FEW):
         function, total = NUMPY[op], into.elements
-        if into.count == 1:
+        if into.count == 1 and into.address in (one.address, other.address):
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
             aside = np.empty_like(total)
             return [silent(function, one.elements, other.elements, aside), _copying(total, aside)]

@@ -22,8 +22,12 @@ Scaling = tuple[Any, Any, Any]
 
 PLAIN: Scaling = (1.0, 1.0, None)
 
+Asked = tuple[Any, ...]
+"""(op, root, algorithm, scaling, counts) of a `Request`; of a message, (…, peer, tag), too."""
+
 Key = tuple[Any, ...]
-"""Fields of a `Request`: equal to it, and made in a third of the time. Calls are looked up by these."""
+"""(collective, input, output, label, asked) of a `Request`, made in a third of its time: calls are looked up
+by this."""
 
 NUMBERS = (float, int)
 
@@ -31,23 +35,23 @@ NUMBERS = (float, int)
 class Request(NamedTuple):
     """One collective or message, as the caller asked for it.
 
+    input, output    the arrays; None: memory that is not used in place, so the call is not cached
+    label            name under which the call is counted; None: the collective's
     scaling          factors and compression of an all-reduce or reduce-scatter
     counts           elements of each rank's piece, where the caller gave them; of an all-to-all, pieces sent
                      and pieces received
-    input, output    the arrays; None: memory that is not used in place, so the call is not cached
-    label            name under which the call is counted; None: the collective's
     peer, tag        of a point-to-point message
     """
 
     collective: str
+    input: Memory | None
+    output: Memory | None
+    label: str | None
     op: Any
     root: Any
     algorithm: Any
     scaling: Scaling
     counts: Any
-    input: Memory | None
-    output: Memory | None
-    label: str | None
     peer: Any = None
     tag: Any = None
 

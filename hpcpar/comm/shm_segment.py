@@ -2,13 +2,13 @@
 
     slot 0     rank 0: header, body     rank 1: header, body     …
     slot 1     …
-    …          SLOTS of them: call number c of the communicator uses slot c mod SLOTS
+    …          SLOTS of them: the t-th call in this memory uses slot t mod SLOTS
     ended      rank 0: one word for each slot     rank 1: …     the last call that the rank has ended there
 
 A header is one cache line of 64-bit words, which its rank alone writes:
 
     word 0     state:  number of the call | digest of the request | phase
-    word 1…4   bases:  where element 0 of the rank's data, output, work space and send copy would lie
+    word 1…5   bases:  where element 0 of the rank's data, output, work space, send copy and input would lie
 
 `executors/shared_call.py` has the protocol. A body holds what its rank sends in a short call. The words of
 a rank's ended calls are one cache line, too, so that a look at it tells of all slots.
@@ -17,8 +17,7 @@ a rank's ended calls are one cache line, too, so that a look at it tells of all 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from operator import and_, ge
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -84,11 +83,12 @@ class ShmSegment:
     fence         orders memory accesses on processors that reorder them; None where none is needed
     arrays        arrays of `allocate_shared`, by number; all ranks here have the same
     headers       for each slot and local rank, the first word of the header
-    begun         for each slot, one more than the number of the last call on it that has been begun
-    before        the same of the call before that one
-    used          the same of the last call that has claimed the slot
-    free          for each slot, True if all ranks are known to have ended that call
-    ended         first of the words in which this rank tells the same of its own calls
+    own_headers   the same of this rank, for each slot
+    tickets       calls in this memory that have been begun: ticket t uses slot t mod SLOTS
+    latest        number of the call that was begun last
+    ended         first of the words in which this rank tells, for each slot, one more than the ticket of the
+                  last call there that it has ended
+    ended_by_all  for each slot, the same of the last call that all ranks are known to have ended
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class ShmSegment:
             [(slot * self.size + r) * stride // WORD_NBYTES for r in range(self.size)]
             for slot in range(SLOTS)
         ]
-        self.begun, self.before, self.used = [0] * SLOTS, [0] * SLOTS, [0] * SLOTS
-        self.free = [True] * SLOTS
+        self.own_headers = [headers[rank] for headers in self.headers]
+        self.tickets, self.latest = 0, -1
+        self.ended_by_all = [0] * SLOTS
         self._told = SLOTS * self.size * stride // WORD_NBYTES
         self.ended = self._told + SLOTS * rank
         self.arrays: dict[int, Segment] = {}
@@ -133,23 +134,24 @@ class ShmSegment:
             self.words[self.ended + slot] = 0
 
     def withdraw(self, number: int) -> None:
-        """Take back that a call has been begun, if it has: it gets no number, and another call this one."""
-        slot = number % SLOTS
-        if self.begun[slot] == number + 1:
-            self.begun[slot] = self.before[slot]
+        """Take back that a call has been begun, if it has: it gets no number, and another call its ticket."""
+        if self.latest == number:
+            self.tickets, self.latest = self.tickets - 1, -1
 
-    def find_free_slots(self) -> None:
-        """Look which slots all ranks have done with."""
-        told, used = self.words[self._told : self._told + SLOTS * self.size].tolist(), self.used
-        free: Iterable[bool] = map(ge, told, used)
-        for at in range(SLOTS, len(told), SLOTS):
-            free = map(and_, free, map(ge, told[at : at + SLOTS], used))
-        self.free[:] = free
+    def find_ended(self) -> None:
+        """Look which calls all ranks have ended."""
+        told = self._all_ended()
+        self.ended_by_all[:] = map(min, told[self.rank], *told)
 
-    def using(self, slot: int) -> list[int]:
-        """Local ranks that have not ended the last call in a slot."""
+    def using(self, ticket: int) -> list[int]:
+        """Local ranks that have not ended the call before this one in its slot."""
+        told = self._all_ended()
+        return [rank for rank, ended in enumerate(told) if ended[ticket % SLOTS] <= ticket - SLOTS]
+
+    def _all_ended(self) -> list[list[int]]:
+        """Words of each rank's ended calls."""
         told = self.words[self._told : self._told + SLOTS * self.size].tolist()
-        return [rank for rank, ended in enumerate(told[slot::SLOTS]) if ended < self.used[slot]]
+        return [told[at : at + SLOTS] for at in range(0, len(told), SLOTS)]
 
     def body(self, slot: int, rank: int) -> Octets:
         """Bytes that a local rank sends in a slot."""

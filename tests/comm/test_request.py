@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm.methods import memory_of
+from hpcpar.comm.calls import memory_of
 from hpcpar.comm.request import is_used_in_place
 
 

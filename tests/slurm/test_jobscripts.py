@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,13 @@ def test_a_horovod_program(submit: Submit) -> None:
     job = submit("horovod", "--ntasks-per-node=1", words=("examples/horovod_digits.py", "--epochs", "1"))
     assert re.search(r"^epoch 1  loss [\d.]+$", job.output, re.MULTILINE)
     assert re.search(r"^held-out accuracy 0\.\d+ on 2 ranks$", job.output, re.MULTILINE)
+
+
+@pytest.mark.skipif(not (find_spec("keras") and find_spec("sklearn")), reason="needs Keras, scikit-learn")
+def test_a_keras_program(submit: Submit) -> None:
+    job = submit("keras", "--ntasks-per-node=1", words=("examples/keras_digits.py", "--epochs", "1"))
+    assert re.search(r"^epoch 1  loss [\d.]+  held-out accuracy 0\.\d+$", job.output, re.MULTILINE)
+    assert "trained on 2 ranks" in job.output
 
 
 def test_a_program_of_torch_distributed(submit: Submit) -> None:

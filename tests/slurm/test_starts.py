@@ -100,10 +100,11 @@ def test_a_horovod_program_starts_under_plain_srun_with_every_plugin(start: Star
     "line",
     [
         "srun -N2 -n2 python -m hpcpar.horovod examples/horovod_digits.py --epochs 1",
+        "srun -N2 -n2 python examples/keras_digits.py --epochs 1",
         "salloc -N2 -n2 hpcpar run -n 2 --as-horovod examples/horovod_digits.py --epochs 1",
     ],
 )
-def test_an_unchanged_horovod_script_trains_in_an_allocation(start: Start, line: str) -> None:
+def test_a_horovod_script_trains_in_an_allocation(start: Start, line: str) -> None:
     done = start(line, ROOT)
     assert done.returncode == 0, done.stderr
     assert "2 ranks" in done.stdout + done.stderr

@@ -53,6 +53,7 @@ class MessageStep:
     """
 
     count, done = 1, 0
+    awaited = None
 
     def __init__(
         self,

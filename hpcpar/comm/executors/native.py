@@ -141,6 +141,7 @@ class PostedStep:
     """A step that is posted, tested until its messages are complete, and then settled."""
 
     count, done = 1, 0
+    awaited = None
 
     def __init__(self, step: Posted) -> None:
         self._step = step

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
-from hpcpar.comm.executors.shared_call import SharedCall, SharedStep
+from hpcpar.comm.executors.shared_call import Beyond, Deferred, Gate, SharedCall, Task
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
-from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, runs_of
-from hpcpar.comm.shm_segment import LINE_NBYTES, SLOTS, ShmSegment
+from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, reading_input, runs_of
+from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment
 from hpcpar.comm.spaces import copies_of, copying, octets_of
+from hpcpar.transport.interface import Octets
 from hpcpar.units import KiB
 
 MOVED_NBYTES = 64 * KiB
@@ -28,8 +31,9 @@ class NodeLayout:
     """All that the ranks of a node know of each other's schedules.
 
     algorithm, size, root, segments, nodes   which schedules
-    edges       where the chunks lie, on every rank; without "input" where that is each rank's own affair
+    offsets     where the chunks lie, on every rank
     itemsize    bytes of an element
+    reads_input the data get their first values from the space "input" (`plan.reading_input`)
     """
 
     algorithm: Algorithm
@@ -40,15 +44,23 @@ class NodeLayout:
     offsets: Offsets
     itemsize: int
     is_uneven: bool
+    reads_input: bool = False
+
+    @property
+    def edges(self) -> dict[Space, Edges]:
+        edges = dict(self.offsets)
+        return {**edges, "input": edges["data"]} if self.reads_input else edges
 
     def schedule(self, rank: int) -> tuple[Step, ...]:
-        return self.algorithm.schedule(
+        schedule = self.algorithm.schedule(
             rank, self.size, root=self.root, segments=self.segments, nodes=self.nodes
         )
+        found = reading_input(schedule) if self.reads_input else None
+        return schedule if found is None else found[0]
 
     def posts(self, rank: int, local: Sequence[int]) -> dict[int, tuple[Space, int, int, int]]:
         """For each step in which a rank sends to local ones: (space, start, stop, byte in the body)."""
-        edges, at = dict(self.offsets), 0
+        edges, at = self.edges, 0
         found: dict[int, tuple[Space, int, int, int]] = {}
         for index, step in enumerate(self.schedule(rank)):
             sends = [send for send in step.sends if send.to in local and send.chunks]
@@ -79,10 +91,41 @@ def is_short(segment: ShmSegment, layout: NodeLayout, nbytes: int, *, combines: 
     return layout.post_nbytes(segment.ranks) <= segment.post_nbytes
 
 
-def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, ExecutorStep]) -> None:
+class SharedStep(NamedTuple):
+    """One step of a schedule in the memory of a node.
+
+    position    in the rank's schedule
+    before      actions before what is sent can be read
+    post        (byte of the body, what is copied there), in a short call that sends
+    beside      actions for which the peers need not wait
+    groups      messages of local ranks
+    readers     local ranks that read what this step sends, and the phase in which they have done so
+    elsewhere   messages of the same step to and from other nodes
+    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
+    """
+
+    position: int
+    before: Sequence[Action]
+    post: tuple[int, Octets] | None
+    beside: Sequence[Action]
+    groups: Sequence[Group]
+    readers: Sequence[tuple[int, int]]
+    elsewhere: ExecutorStep | None
+    is_held: bool
+
+
+def bind_steps(
+    call: SharedCall,
+    planned: Plan,
+    op: str,
+    elsewhere: dict[int, ExecutorStep],
+    first: Sequence[Action],
+    last: Sequence[Action],
+) -> None:
     """Bind a plan to the memory of the node: the steps of a call.
 
-    elsewhere   for each step, by index, its messages to and from other nodes
+    elsewhere     for each step, by index, its messages to and from other nodes
+    first, last   actions before and after all steps
     """
     segment, layout, spaces = call.segment, call.layout, call.spaces
     steps = {step.index: step for step in planned.steps}
@@ -90,9 +133,6 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
         steps = {0: PlannedStep((), (), ())}
     matching = _Matching(call)
     posts = layout.posts(call.rank, segment.ranks) if call.is_short else {}
-    receives = any(step.receives for step in steps.values())
-    if call.is_short and not receives:
-        call.glances = [r for r in range(segment.size) if r != segment.rank]
     bound: list[SharedStep] = []
     for index, step in steps.items():
         before, beside = copies_of(step, spaces)  # type: ignore[arg-type]
@@ -102,14 +142,10 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
             tuple(message for message in step.receives if message.peer in segment.local),
             index,
         )
-        post_actions: list[list[Action]] = [[]] * SLOTS
+        post = None
         if call.is_short and index in posts:
             space, start, stop, at = posts[index]
-            source = call.sent((space, start, stop))
-            post_actions = [
-                [copying(segment.body(slot, segment.rank)[at : at + source.size], source)]
-                for slot in range(SLOTS)
-            ]
+            post = at, call.sent((space, start, stop))
         elif not call.is_short:
             before = [*before, *matching.send_copies(local)]
         if call.lent is not None and step.sends:
@@ -124,12 +160,103 @@ def bind_steps(call: SharedCall, planned: Plan, op: str, elsewhere: dict[int, Ex
         )
         readers = [] if call.is_short else matching.readers(local)
         groups = _groups(call, local, matching, op)
-        bound.append(
-            SharedStep(index, before, post_actions, beside, groups, readers, elsewhere.get(index), is_held)
-        )
-    call.bind(bound)
+        bound.append(SharedStep(index, before, post, beside, groups, readers, elsewhere.get(index), is_held))
+    if call.is_short and not any(step.groups for step in bound):
+        last = [*last, call.glance]
+    call.bind(len(bound), partial(_tasks, call, bound, first, last), list(elsewhere.values()))
     if not call.is_short:
         call.bases = matching.bases()
+
+
+def _tasks(
+    call: SharedCall, steps: Sequence[SharedStep], first: Sequence[Action], last: Sequence[Action], slot: int
+) -> list[Task]:
+    """Tasks of a call in one slot."""
+    segment = call.segment
+    tasks = _Tasks(segment, slot)
+    tasks.act(_publishing(call, slot))
+    tasks.act(first)
+    for number, step in enumerate(steps):
+        tasks.act(step.before)
+        if step.post is not None:
+            at, source = step.post
+            tasks.act([copying(segment.body(slot, segment.rank)[at : at + source.size], source)])
+        tasks.tell(2 * step.position + 1)
+        tasks.step = number
+        tasks.act(step.beside)
+        if step.elsewhere is not None:
+            tasks.wait((), Beyond(call, step.elsewhere, is_awaited=step.is_held))
+        for group in step.groups:
+            if call.is_short:
+                tasks.wait(group.waits)
+                tasks.act(group.from_bodies(slot))
+            else:
+                tasks.wait(group.waits, group)
+        if step.groups and not call.is_short:
+            tasks.tell(2 * step.position + 2)
+        if step.readers:
+            tasks.wait(step.readers)
+        if step.elsewhere is not None and not step.is_held:
+            tasks.wait((), Beyond(call, step.elsewhere, is_awaited=True))
+    tasks.act(last)
+    return tasks.end()
+
+
+def _publishing(call: SharedCall, slot: int) -> list[Action]:
+    """Write where the own arrays lie, before the first state that lets others read them."""
+    segment = call.segment
+    header, table = segment.own_headers[slot], segment.table_word(slot, segment.rank)
+    words = [(header + word, base) for word, base in call.bases]
+    words += [(table + number, value) for number, value in enumerate(call.table)]
+    return [partial(call.words.__setitem__, word, value) for word, value in words]
+
+
+class _Tasks:
+    """Tasks in the making: what is done, told and waited for one after the other.
+
+    On processors that reorder memory accesses, fences stand before what is told and after a wait.
+    """
+
+    def __init__(self, segment: ShmSegment, slot: int) -> None:
+        self.step = 0
+        self._headers = segment.headers[slot]
+        self._fences: list[Action] = [] if segment.fence is None else [segment.fence]
+        self._made: list[Task] = []
+        self._phase = 0
+        self._gate: Gate | None = None
+
+    def act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._made.append(Task(len(self._made) + 1, self._phase, self._gate, action))
+            self._phase, self._gate = 0, None
+
+    def tell(self, phase: int) -> None:
+        """Tell the peers that this phase is reached."""
+        self.act(self._fences)
+        self._settle()
+        self._phase = phase
+
+    def wait(self, waits: Sequence[tuple[int, int]], deferred: Deferred | None = None) -> None:
+        """Wait for these local ranks to reach these phases, and do what `deferred` then says."""
+        if self._gate is not None:
+            self._settle()
+        found = [(self._headers[rank], phase) for rank, phase in waits]
+        if self._fences and found:
+            self._gate = Gate(found, None, self.step)
+            self.act(self._fences)
+            found = []
+        if found or deferred is not None:
+            self._gate = Gate(found, deferred, self.step)
+
+    def end(self) -> list[Task]:
+        self.act(self._fences)
+        self._settle()
+        return self._made
+
+    def _settle(self) -> None:
+        """Make a task of what has no action yet."""
+        if self._phase or self._gate is not None:
+            self.act([bool])
 
 
 def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:
@@ -155,17 +282,19 @@ class _Matching:
     def __init__(self, call: SharedCall) -> None:
         self._call = call
         self._layout = call.layout
-        self._edges: dict[Space, Edges] = dict(call.layout.offsets)
+        self._edges = call.layout.edges
         self._copy: tuple[Space, int, int] | None = None
         self._sends: dict[int, list[tuple[int, Send]]] = {}
         self._receives: dict[int, list[int]] = {}
         own = self._layout.schedule(call.rank)
-        local = set(call.segment.ranks)
+        self._copies_input = call.is_in_place and any(
+            send.space == "input" and self._is_overwritten(step, send) for step in own for send in step.sends
+        )
         copied = [
             (send.space, chunk)
             for step in own
             for send in step.sends
-            if send.to in local and _is_overwritten(step, send)
+            if self._is_copied(step, send)
             for chunk in send.chunks
         ]
         if copied and not call.is_short:
@@ -218,7 +347,7 @@ class _Matching:
         runs = {
             run
             for send in original.sends
-            if send.to in self._call.segment.local and _is_overwritten(original, send)
+            if self._is_copied(original, send)
             for run in runs_of(send, self._edges)[0]
         }
         return [
@@ -229,18 +358,32 @@ class _Matching:
             for _, start, stop in sorted(runs)
         ]
 
+    def _is_copied(self, step: Step, send: Send) -> bool:
+        """True if this rank sends from a copy: it receives there in the same step, or the copy is made."""
+        is_local = send.to in self._call.segment.local
+        return is_local and (
+            (self._copies_input and send.space == "input") or self._is_overwritten(step, send)
+        )
+
+    def _is_overwritten(self, step: Step, send: Send) -> bool:
+        if self._call.is_in_place and send.space == "input":
+            send = replace(send, space="data")
+        return _is_overwritten(step, send)
+
     def bases(self) -> list[tuple[int, int]]:
         """(word of the header, base) of each space of this rank."""
         segment, itemsize = self._call.segment, self._layout.itemsize
         found = []
-        for name, buffer in self._call.spaces.items():
-            if name not in BASE_OF or not buffer.octets.size:
+        for name in self._call.spaces:
+            place = "copy" if name == "input" and self._copies_input else name
+            buffer = self._call.spaces[place]
+            if not buffer.octets.size:
                 continue
             base = segment.base_of(buffer.address, buffer.octets.size)
             if name == "data" and self._call.lent is not None:
                 lent, at = self._call.lent
                 base = segment.base_of(lent.address, lent.octets.size) - at * itemsize
-            if name == "copy" and self._copy is not None:
+            if place == "copy" and self._copy is not None:
                 base -= self._copy[1] * itemsize
             found.append((BASE_OF[name], base))
         return found

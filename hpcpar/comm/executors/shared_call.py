@@ -28,11 +28,11 @@ rank that finds another request there fails, marks its header as FAILED, and who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from zlib import crc32
 
 from hpcpar.comm.blocks import Action
-from hpcpar.comm.compiled import ExecutorStep
+from hpcpar.comm.compiled import Awaited, ExecutorStep
 from hpcpar.comm.plan import Plan, Run
 from hpcpar.comm.shm_segment import (
     DIGEST_MASK,
@@ -51,41 +51,52 @@ from hpcpar.transport.interface import Octets
 
 if TYPE_CHECKING:
     from hpcpar.comm.executors.shared_binding import NodeLayout
-    from hpcpar.comm.executors.shared_reads import Group
-
-CLAIMING, COPYING, RECEIVING, READ = range(4)
 
 
-class SharedStep(NamedTuple):
-    """One step of a schedule in shared memory, as actions; messages to other nodes go by a step of their own.
+class Deferred(Protocol):
+    """Interface of a part of a call whose actions are known only when the peers have come."""
 
-    position    in the rank's schedule
-    before      actions before what is sent can be read, and
-    posts       for each slot, copies into the body
-    beside      actions for which the peers need not wait
-    groups      messages of local ranks
-    readers     local ranks that read what this step sends, and the phase in which they have done so
-    elsewhere   messages of the same step to and from other nodes
-    is_held     what comes from local ranks is reduced only when the messages to other nodes have left
+    def actions(self) -> Sequence[Action] | None:
+        """None: not yet."""
+
+
+class Gate(NamedTuple):
+    """The peers that a rank waits for before it goes on, and what it then does.
+
+    waits      (state word of a local rank, phase that it must have reached)
+    deferred   actions that are known only then; None: there are none
+    step       number of the step that it belongs to, for reports
     """
 
-    position: int
-    before: Sequence[Action]
-    posts: Sequence[Sequence[Action]]
-    beside: Sequence[Action]
-    groups: Sequence[Group]
-    readers: Sequence[tuple[int, int]]
-    elsewhere: ExecutorStep | None
-    is_held: bool
+    waits: Sequence[tuple[int, int]]
+    deferred: Deferred | None
+    step: int
+
+
+class Task(NamedTuple):
+    """Tell the peers, pass a gate, act: a call in one slot is a list of these.
+
+    after   number of the next task
+    phase   what this rank's state tells from now on; 0: as before
+    gate    None: nobody is waited for
+    action  what is done then, exactly once
+    """
+
+    after: int
+    phase: int
+    gate: Gate | None
+    action: Action
 
 
 class SharedCall:
-    """One compiled call in the memory of a node: its slot, its digest, where all of it lies, and its steps.
+    """One compiled call in the memory of a node: its slot, its digest, where all of it lies, and its tasks.
 
     described   the request in words, for errors
     is_short    what is sent is copied into the body
+    is_in_place the data are the input, too, where other ranks may have them apart
     tell        called with the number of a call, and in words how another rank's differs: tells all ranks
-    glances     local ranks that this rank does not wait for in the whole call, and looks at once
+    count       of steps
+    beyond      messages to and from other nodes that are under way
     """
 
     def __init__(
@@ -100,7 +111,6 @@ class SharedCall:
         tell: Callable[[int, str], None],
     ) -> None:
         self._tell = tell
-        self._fence = segment.fence
         self.segment = segment
         self.layout = layout
         self.rank = rank
@@ -109,47 +119,63 @@ class SharedCall:
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
+        self.is_in_place = layout.reads_input and "input" not in spaces
+        if self.is_in_place:
+            self.spaces["input"] = self.spaces["data"]
         self.lent: tuple[HostBuffer, int] | None = None
-        self._before = 0
         self.bases: list[tuple[int, int]] = []
         self.table: list[int] = []
-        self.glances: Sequence[int] = ()
-        self.steps: Sequence[SharedStep] = ()
+        self.count = 0
+        self._bind: Callable[[int], Sequence[Task]] | None = None
+        self._by_slot: list[Sequence[Task] | None] = [None] * SLOTS
         self._elsewhere: Sequence[ExecutorStep] = ()
-        self.number, self.slot, self.stamp = -1, 0, 0
-        self.headers: Sequence[int] = segment.headers[0]
-        self.header = self.headers[segment.rank]
-        self._state = CLAIMING
-        self.done = 0
-        self._at = 0
+        self.beyond: ExecutorStep | None = None
+        self.number = self.ticket = -1
+        self.slot, self.stamp, self.header = 0, 0, segment.headers[0][segment.rank]
+        self._tasks: Sequence[Task] = ()
+        self._at = 0  # of the task under way, until its action is begun
         self._actions: Iterator[Action] | None = None
-        self._is_elsewhere_done = False
+        self.awaited: Awaited | None = None
 
     @property
-    def count(self) -> int:
-        """Number of steps."""
-        return len(self.steps)
+    def headers(self) -> Sequence[int]:
+        """State words of the local ranks."""
+        return self.segment.headers[self.slot]
 
-    def bind(self, steps: Sequence[SharedStep]) -> None:
-        """Take the steps of the schedule; at least one, so that the others see the end of the call."""
-        self.steps = steps
-        self._elsewhere = [step.elsewhere for step in steps if step.elsewhere is not None]
+    @property
+    def done(self) -> int:
+        """Number of steps before the one under way."""
+        gate = self._gate
+        return 0 if gate is None else gate.step
+
+    @property
+    def _gate(self) -> Gate | None:
+        return self._tasks[self._at].gate if self._at < len(self._tasks) else None
+
+    def bind(
+        self, count: int, bind: Callable[[int], Sequence[Task]], elsewhere: Sequence[ExecutorStep]
+    ) -> None:
+        """Take the number of steps, and what makes their tasks in a slot."""
+        self.count, self._bind, self._elsewhere = count, bind, elsewhere
 
     def begin(self, number: int) -> None:
         segment = self.segment
-        self.number = number
-        self.slot = slot = number % SLOTS
+        ticket = segment.tickets
+        segment.tickets, segment.latest = ticket + 1, number
+        self.number, self.ticket = number, ticket
+        self.slot = slot = ticket % SLOTS
         self.stamp = (number & NUMBER_MASK) << NUMBER_SHIFT | self._digest
-        self.headers = headers = segment.headers[slot]
-        self.header = headers[segment.rank]
-        self._before = segment.before[slot] = segment.begun[slot]
-        segment.begun[slot] = number + 1
-        self._state = CLAIMING
-        self.done = self._at = 0
+        self.header = segment.own_headers[slot]
+        tasks = self._by_slot[slot]
+        if tasks is None:
+            assert self._bind is not None, "freed"
+            tasks = self._by_slot[slot] = self._bind(slot)
+        self._tasks = tasks
+        self._at = 0
         self._actions = None
-        self._is_elsewhere_done = False
         for elsewhere in self._elsewhere:
             elsewhere.begin(number)
+            self.beyond = None
 
     def lend(self, lent: HostBuffer, own: tuple[int, int], planned: Plan) -> bool:
         """Send from `lent` what the data will hold in `own`, and copy it there while the peers read.
@@ -170,121 +196,87 @@ class SharedCall:
         return lent.part(run[1] - at, run[2] - at).octets
 
     def advance(self, looks: int) -> bool:
-        if self._state == CLAIMING:
-            if not self.claim():
-                return False
-            if self.bases or self.table:
-                self.publish_bases()
-            self._state = COPYING
-        steps = self.steps
-        while True:
-            step = steps[self.done]
-            if self._state == COPYING:
-                self._post(step)
-            elsewhere = step.elsewhere
-            if elsewhere is not None and not self._is_elsewhere_done:
-                self._is_elsewhere_done = elsewhere.advance(looks)
-                if step.is_held and not self._is_elsewhere_done:
-                    return False
-            if self._state == RECEIVING and not self._receive(step, looks):
-                return False
-            if step.readers and not self._is_reached(step.readers, looks):
-                return False
-            if elsewhere is not None and not self._is_elsewhere_done:
-                return False
-            if self.done + 1 == len(steps):
-                break
-            self.done += 1
-            self._at, self._is_elsewhere_done, self._state = 0, False, COPYING
-        for rank in self.glances:
-            self.has_come(rank, 0)
-        if self._fence is not None:
-            self._fence()
-        self.words[self.segment.ended + self.slot] = self.number + 1
-        return True
-
-    def _post(self, step: SharedStep) -> None:
-        """Let the peers read what a step sends."""
-        if step.before:
-            if self._actions is None:
-                self._actions = iter(step.before)
-            for action in self._actions:
-                action()
-        for action in step.posts[self.slot]:
+        words, stamp = self.words, self.stamp
+        tasks = self._tasks
+        if self._at:
+            tasks = tasks[self._at :]
+        # Or else: look whether all ranks have ended the call that used the slot before.
+        elif self.segment.ended_by_all[self.slot] <= self.ticket - SLOTS and not self._is_free():
+            return False
+        for at, phase, gate, action in tasks:
+            if phase:
+                words[self.header] = stamp | phase
+            if gate is not None:
+                waits, deferred, _ = gate
+                for word, least in waits:
+                    if not stamp | least <= words[word] < stamp | FAILED and not self._comes(
+                        word, least, looks
+                    ):
+                        return False
+                if deferred is not None:
+                    if not self._does(deferred):
+                        return False
+                    self._actions = None
+            # From here to the action no call of a function, so that no signal handler runs in between.
+            self._at = at
             action()
-        if self._fence is not None:
-            self._fence()
-        self.words[self.header] = self.stamp | 2 * step.position + 1
-        for action in step.beside:
-            action()
-        self._actions = None
-        self._state = RECEIVING
-
-    def _receive(self, step: SharedStep, looks: int) -> bool:
-        """Read and reduce all that has come; True when that is everything, of which the senders are told."""
-        fence, groups = self._fence, step.groups
-        while self._at < len(groups):
-            if self._actions is None:
-                group = groups[self._at]
-                if not self._is_reached(group.waits, looks):
-                    return False
-                if fence is not None:
-                    fence()
-                self._actions = iter(group.by_slot[self.slot] or group.actions())
-            for action in self._actions:
-                action()
-            self._at += 1
-            self._actions = None
-        if not self.is_short:
-            if fence is not None:
-                fence()
-            self.words[self.header] = self.stamp | 2 * step.position + 2
-        self._state = READ
+        words[self.segment.ended + self.slot] = self.ticket + 1
         return True
 
-    def claim(self) -> bool:
-        """True when all ranks have ended the call that used the slot before. May be repeated."""
-        segment, slot = self.segment, self.slot
-        used = segment.used[slot]
-        if used != self._before:  # it has claimed the slot itself, or has to wait for the call before it
-            return used == self.number + 1
-        if not segment.free[slot]:
-            segment.find_free_slots()
-            if not segment.free[slot]:
-                for rank, header in enumerate(self.headers):
-                    if self.words[header] & PHASE_MASK == FAILED:
-                        raise self._mismatch(rank)
+    def _does(self, deferred: Deferred) -> bool:
+        """Do what was deferred until the peers have come."""
+        if self._actions is None:
+            actions = deferred.actions()
+            if actions is None:
+                self.awaited = None
                 return False
-        segment.used[slot] = self.number + 1
-        segment.free[slot] = False
+            self._actions = iter(actions)
+        for action in self._actions:
+            action()
         return True
 
-    def publish_bases(self) -> None:
-        """Write where the own arrays lie, before the first state that lets others read them."""
-        for word, base in self.bases:
-            self.words[self.header + word] = base
-        if self.table:
-            at = self.segment.table_word(self.slot, self.segment.rank)
-            for number, value in enumerate(self.table):
-                self.words[at + number] = value
+    def _is_free(self) -> bool:
+        """Look whether all ranks have ended the call that used the slot before."""
+        self.segment.find_ended()
+        if self.segment.ended_by_all[self.slot] > self.ticket - SLOTS:
+            return True
+        for rank, header in enumerate(self.headers):
+            if self.words[header] & PHASE_MASK == FAILED:
+                raise self._mismatch(rank)
+        self.awaited = None
+        return False
 
-    def has_come(self, rank: int, phase: int) -> bool:
+    def _comes(self, word: int, least: int, looks: int) -> bool:
+        """True if a local rank reaches a phase while this one looks so many times."""
+        begin, end = self.stamp | least, self.stamp | FAILED
+        for _ in range(looks):
+            if begin <= self.words[word] < end:
+                return True
+        if self.beyond is not None:
+            self.beyond.advance(looks)
+        return self._has_come(word, least)
+
+    def _has_come(self, word: int, phase: int) -> bool:
         """True when a local rank has reached a phase of this call.
 
         errors   MismatchError when it makes another call here, or has failed
         """
-        state = self.words[self.headers[rank]]
-        least = self.stamp | phase
-        if least <= state < self.stamp | FAILED:
+        state, stamp = self.words[word], self.stamp
+        if stamp | phase <= state < stamp | FAILED:
             return True
-        if (
-            state >> NUMBER_SHIFT == self.stamp >> NUMBER_SHIFT
-            and state >> DIGEST_SHIFT != self.stamp >> DIGEST_SHIFT
-        ):
-            raise self._mismatch(rank)
-        if state == self.stamp | FAILED:
-            raise self._mismatch(rank)
+        is_same_number = state >> NUMBER_SHIFT == stamp >> NUMBER_SHIFT
+        is_another = is_same_number and state >> DIGEST_SHIFT != stamp >> DIGEST_SHIFT
+        if is_another or state == stamp | FAILED:
+            raise self._mismatch(self.headers.index(word))
+        self.awaited = None if self.beyond is not None else (self.words, word, state)
         return False
+
+    def glance(self) -> None:
+        """Look at all ranks without waiting for any: those that make another call here are told."""
+        words, begin, end = self.words, self.stamp, self.stamp | FAILED
+        for word in self.headers:
+            if not begin <= words[word] < end:
+                self._has_come(word, 0)
 
     def failed(self, text: str) -> MismatchError:
         """Tell all that the call cannot be completed; the error for this rank."""
@@ -301,39 +293,18 @@ class SharedCall:
         )
         return self.failed(text)
 
-    def _is_reached(self, waits: Sequence[tuple[int, int]], looks: int) -> bool:
-        """True when all these local ranks have reached these phases."""
-        words, headers, stamp = self.words, self.headers, self.stamp
-        failed = stamp | FAILED
-        for rank, phase in waits:
-            header, least = headers[rank], stamp | phase
-            if least <= words[header] < failed:
-                continue
-            for _ in range(looks):
-                if least <= words[header] < failed:
-                    break
-            else:
-                if not self.has_come(rank, phase):
-                    return False
-        return True
-
     def waiting_for(self) -> tuple[int, ...]:
-        ranks, step = self.segment.ranks, self.steps[self.done]
-        states = [self.words[header] for header in self.headers]
-        missing: set[int] = set()
-        if self._state == CLAIMING:
-            missing = {ranks[rank] for rank in self.segment.using(self.slot)}
-        waits = [wait for group in step.groups[self._at :] for wait in group.waits]
-        if self._state == READ:
-            waits = list(step.readers)
-        if self._state in (RECEIVING, READ):
-            missing = {
-                ranks[rank]
-                for rank, phase in waits
-                if not self.stamp | phase <= states[rank] < self.stamp | FAILED
-            }
-        if step.elsewhere is not None and not self._is_elsewhere_done:
-            missing |= set(step.elsewhere.waiting_for())
+        ranks, headers, gate = self.segment.ranks, self.headers, self._gate
+        users = () if self._at else self.segment.using(self.ticket)
+        if users:
+            return tuple(sorted(ranks[rank] for rank in users))
+        missing = {
+            ranks[headers.index(word)]
+            for word, phase in (() if gate is None else gate.waits)
+            if not self.stamp | phase <= self.words[word] < self.stamp | FAILED
+        }
+        if self.beyond is not None:
+            missing |= set(self.beyond.waiting_for())
         return tuple(sorted(missing))
 
     def received_nbytes(self) -> int:
@@ -342,4 +313,20 @@ class SharedCall:
     def free(self) -> None:
         for elsewhere in self._elsewhere:
             elsewhere.free()
-        self.steps = ()  # which refer to the call
+        # These refer to the call.
+        self._tasks, self._bind, self._by_slot = (), None, [None] * SLOTS
+        self._actions = None
+
+
+class Beyond:
+    """Messages of a step to and from other nodes; complete before the call goes on, or begun."""
+
+    def __init__(self, call: SharedCall, messages: ExecutorStep, *, is_awaited: bool) -> None:
+        self._call = call
+        self._messages = messages
+        self._is_awaited = is_awaited
+
+    def actions(self) -> Sequence[Action] | None:
+        is_done = self._messages.advance(1)
+        self._call.beyond = None if is_done else self._messages
+        return None if self._is_awaited and not is_done else ()

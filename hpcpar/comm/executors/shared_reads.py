@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.plan import Message, Run
-from hpcpar.comm.shm_segment import LINE_NBYTES, PRIVATE, SLOTS
+from hpcpar.comm.shm_segment import LINE_NBYTES, PRIVATE
 from hpcpar.comm.spaces import copying, folds, octets_of
 from hpcpar.transport import peer_memory
 from hpcpar.transport.buffers import HostBuffer
@@ -25,7 +25,7 @@ SUMMED_AT_ONCE_NBYTES = 1536 * KiB
 BASES_KEPT = 8
 """Places of the peers' arrays for which a step keeps its actions."""
 
-BASE_OF: dict[str, int] = {"data": 1, "input": 1, "output": 2, "work": 3, "copy": 4}
+BASE_OF: dict[str, int] = {"data": 1, "output": 2, "work": 3, "copy": 4, "input": 5}
 """Word of the header that holds the base of a space."""
 
 
@@ -59,17 +59,10 @@ class Group:
         self._op = op
         self._bases_at = [(source.rank, BASE_OF[source.space]) for source in sources]
         self._is_told = any(source.runs is None for source in sources)
-        self.by_slot: list[list[Action] | None] = [None] * SLOTS
         self._by_bases: dict[tuple[int, ...], list[Action]] = {}
 
     def actions(self) -> list[Action]:
-        """Actions that read and reduce these messages, once all of them are there."""
-        if self.call.is_short:
-            slot = self.call.slot
-            found = self.by_slot[slot]
-            if found is None:
-                found = self.by_slot[slot] = self._from_bodies(slot)
-            return found
+        """Actions that read and reduce these messages of a long call, once all of them are there."""
         words, headers = self.call.words, self.call.headers
         bases = tuple([words[headers[rank] + word] for rank, word in self._bases_at])
         if self._is_told:
@@ -81,7 +74,7 @@ class Group:
             known = self._by_bases[bases] = self._from_bases(bases)
         return known
 
-    def _from_bodies(self, slot: int) -> list[Action]:
+    def from_bodies(self, slot: int) -> list[Action]:
         """Read the messages in their senders' bodies."""
         call, itemsize = self.call, self.call.layout.itemsize
         landed: list[tuple[Message, Octets]] = []

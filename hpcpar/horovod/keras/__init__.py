@@ -15,7 +15,7 @@ require_torch()  # before the first import of keras, below
 
 from hpcpar.horovod import basics  # noqa: E402
 from hpcpar.horovod.basics import *  # noqa: E402, F403  its __all__ is the list of queries
-from hpcpar.horovod.keras import functions  # noqa: E402
+from hpcpar.horovod.keras import callbacks, data, elastic, functions  # noqa: E402
 from hpcpar.horovod.keras.functions import *  # noqa: E402, F403
 from hpcpar.horovod.keras.models import load_model  # noqa: E402
 from hpcpar.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer  # noqa: E402
@@ -42,6 +42,9 @@ __all__ = [
     "Product",
     "Sum",
     "add_process_set",
+    "callbacks",
+    "data",
+    "elastic",
     "global_process_set",
     "load_model",
     "remove_process_set",

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 
 from hpcpar.horovod import basics
+from hpcpar.horovod.keras.checks import check_fit, warn_of_save
 from hpcpar.horovod.keras.variable_gradients import Settings, VariableGradients
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.compression import Compression
@@ -175,6 +176,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         self._check_variables_are_known(variables)
         assert self._variable_gradients is not None, "build has made them"
+        check_fit(self, self.distribution.process_set)
         taken = self._variable_gradients.take(grads, variables)
         if self._variable_gradients.is_sum_complete:
             super().apply(taken, variables)
@@ -182,6 +184,11 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]
         else:
             innermost: Any = getattr(self, "inner_optimizer", self)
             innermost._iterations.assign_add(1)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save as the wrapped optimizer does; on ranks above 0 with a warning."""
+        warn_of_save()
+        super().save_own_variables(store)
 
     def _distribute(self) -> None:
         overwritten = [

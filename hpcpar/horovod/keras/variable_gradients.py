@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.errors import BufferTypeError, GradientOrderError
 from hpcpar.horovod import basics
+from hpcpar.horovod.keras.gradient_weight import gradient_weight
 from hpcpar.horovod.process_sets import ProcessSet
 from hpcpar.horovod.torch import mpi_ops
 from hpcpar.horovod.torch.functions import allgather_object
@@ -187,6 +188,7 @@ class VariableGradients:
 
         trainable: list[Any] = [p for p in self._parameters if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable]
+        self._hooks += [p.register_hook(gradient_weight.apply) for p in trainable]
         if self._settings.op == mpi_ops.Sum and self._settings.passes == 1:
             self._hooks += [p.register_hook(before_gradient) for p in trainable]
         weakref.finalize(self, _remove, self._hooks)

@@ -38,7 +38,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Any dtype and memory layout; all tensors are under way at once.
     """
     named = _named(params)
-    _require_same("broadcast_parameters", [_described(name, tensor) for name, tensor in named])
+    require_same("broadcast_parameters", [_described(name, tensor) for name, tensor in named])
     _broadcast_tensors("broadcast_parameters", named, root_rank)
 
 
@@ -72,7 +72,7 @@ def broadcast_optimizer_state(
             "steps; create it anew on every rank after broadcast_parameters"
         )
     groups = optimizer.param_groups
-    _require_same(
+    require_same(
         "broadcast_optimizer_state",
         [_described(f"group {i}", p) for i, group in enumerate(groups) for p in group["params"]],
     )
@@ -162,7 +162,7 @@ def _described(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _require_same(doing: str, description: Sequence[str]) -> None:
+def require_same(doing: str, description: Sequence[str]) -> None:
     """Raise HorovodInternalError on every rank when the ranks' descriptions differ. Collective."""
     digest = hashlib.sha256("\n".join(description).encode()).digest()
     digests = allgather(_octets(digest).unsqueeze(0), f"{doing}.digest")

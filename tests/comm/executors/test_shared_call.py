@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 
 from hpcpar import partition
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.comm import Communicator, calls, run_loopback, select
+from hpcpar.comm import Communicator, calls, collectives, run_loopback, select
+from hpcpar.comm.arguments import copy_to
 from hpcpar.comm.executors import shared_reads
 from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.shm_segment import SLOTS
@@ -488,6 +490,54 @@ def test_what_was_counted_stays_when_a_call_is_no_longer_remembered(sharing):
         return before, after, comm.traffic.nbytes_sent("allreduce"), comm.traffic.row("allreduce").calls
 
     assert run_loopback(2, work, **sharing) == [(4000, 4000, 4400, 11)] * 2
+
+
+# Ranks that read their input instead of copying it first.
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "sharing"),
+    pairwise([*ALGORITHMS["allreduce"]], [2, 3, 4, 5], [USUAL, LONG, {"shared_memory": False}]),
+)
+def test_sums_are_right_whichever_ranks_give_out_and_leave_their_input(algorithm, size, sharing):
+    def work(comm):
+        inputs = [values(rank, 1000, 0).astype(np.float32) for rank in range(size)]
+        found = []
+        for giving_out in (range(size), range(0, size, 2), range(1, size, 2)):
+            for _ in range(2):
+                data, out = inputs[comm.rank].copy(), np.full(1000, np.nan, np.float32)
+                if comm.rank in giving_out:
+                    result = comm.allreduce(data, out=out, algorithm=algorithm)
+                    assert np.array_equal(data, inputs[comm.rank])
+                else:
+                    result = comm.allreduce(data, algorithm=algorithm)
+                found.append(result.copy())
+                shifted = np.concatenate([inputs[comm.rank], out[:1]])
+                found.append(comm.allreduce(shifted[:-1], out=shifted[1:], algorithm=algorithm).copy())
+        return np.sum(inputs, axis=0), found
+
+    for total, found in run_loopback(size, work, **sharing):
+        assert all(np.array_equal(each, total) for each in found)
+
+
+@pytest.mark.parametrize("sharing", [USUAL, LONG, {"shared_memory": False}])
+@pytest.mark.parametrize("algorithm", ["ring", "one_shot", "rabenseifner", "recursive_doubling", "binomial"])
+def test_a_sum_with_out_copies_its_input_nowhere(algorithm, sharing, monkeypatch):
+    def work(comm):
+        data, out = np.full(1000, 1.0), np.full(1000, np.nan)
+        comm.allreduce(data, out=out, algorithm=algorithm)
+        found = [out.copy()]
+        if algorithm in ALGORITHMS["reduce"]:
+            comm.reduce(data, root=1, out=out, algorithm=algorithm)
+            found += [out] if comm.rank == 1 else []
+        return all(np.array_equal(each, np.full(1000, comm.size)) for each in found)
+
+    def spoiling(target, source):
+        """Leave nothing of a sum that begins with a copy."""
+        return [partial(target.octets.fill, 255)] if target.count == 1000 else copy_to(target, source)
+
+    monkeypatch.setattr(collectives, "copy_to", spoiling)
+    assert run_loopback(3, work, **sharing) == [True] * 3
 
 
 # Ranks that never come.

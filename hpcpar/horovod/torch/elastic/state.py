@@ -271,18 +271,25 @@ class TorchState(ObjectState):
 
     def __init__(
         self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: Any = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         self._require_free(kwargs)
         self._handlers: dict[str, StateHandler] = {}
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        kinds = {name: kind for name, value in values.items() if (kind := _handler_for(value)) is not None}
+        kinds = {
+            name: kind for name, value in values.items() if (kind := self.handler_for(value)) is not None
+        }
         super().__init__(**{name: value for name, value in kwargs.items() if name not in kinds})
         self._set({name: value for name, value in values.items() if name not in self._objects})
         self._handlers = {name: kind(values[name]) for name, kind in kinds.items()}
         self.save()
+
+    @staticmethod
+    def handler_for(value: Any) -> type[StateHandler] | None:
+        """Return the class that handles this value; None for one that is a Python object to us."""
+        return next((handler for kind, handler in _registry if isinstance(value, kind)), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -311,7 +318,3 @@ class TorchState(ObjectState):
     def reset(self) -> None:
         for handler in self._handlers.values():
             handler.reset()
-
-
-def _handler_for(value: Any) -> type[StateHandler] | None:
-    return next((handler for kind, handler in _registry if isinstance(value, kind)), None)
