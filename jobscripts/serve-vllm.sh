@@ -9,8 +9,8 @@
 #
 # The job's output says "ready" and how to ask, once the model has answered; vLLM's log is there, too. Within the
 # cluster that is http://NODE:8000; from without `ssh -L 8000:NODE:8000 login-node`, then http://localhost:8000.
-# Several servers on a node need a port each: --port 8001. Whoever reaches the port may ask, if --api-key is not
-# given. `scancel JOB` ends it.
+# Several servers on a node need a port each: --port 8001. Whoever reaches the port may ask, unless there is
+# a key in VLLM_API_KEY. `scancel JOB` ends it.
 #
 # The first word is a run, or a model in Hugging Face's format; all others are options of `hpcpar serve` and of
 # vLLM. Submit from the directory that has .venv. For CPUs `make install-serve` installs vLLM into .venv-serve; for

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcpar.cli.serve.engine import ENVIRONMENT
 from hpcpar.launch.processes import every_process
 from tests.command import run
 from tests.greedy import greedy_answer, needs_vllm
@@ -28,6 +29,7 @@ PROMPTS = (
     *("for i in range(", "raise ValueError(", "# The ", "if __name__ == "),
 )
 TOKENS = 24
+KEY = "only for those who know"
 TINY = (
     *("train.steps=60", "train.global_batch=8", "train.sequence=64", "train.held_out_batches=1"),
     *("model.layers=2", "model.hidden_size=128", "model.heads=4", "model.kv_heads=2", "data.max_mib=1"),
@@ -55,6 +57,7 @@ def serving(*words: str) -> Iterator[int]:
     """The port of `hpcpar serve`, which is ready; after it, nothing of the server is there."""
     command = [sys.executable, "-m", "hpcpar", "serve", "--port", "0", *words]
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ["VLLM_API_KEY"] = KEY
     server = subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -84,14 +87,22 @@ def serving(*words: str) -> Iterator[int]:
     assert left == []
 
 
-def ask(port: int, prompt: str) -> str:
+def ask(port: int, prompt: str, key: str = KEY) -> tuple[int, str]:
+    """Return the status and the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     body = {"model": "short", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = json.load(connection.getresponse())
-    assert "choices" in answer, answer
-    text: str = answer["choices"][0]["text"]
-    return text
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    answer = json.load(response)
+    return response.status, answer["choices"][0]["text"] if "choices" in answer else str(answer)
+
+
+def test_nothing_is_missing_but_what_is_left_out() -> None:
+    done = run(ROOT / ENVIRONMENT / "bin" / "python", "-m", "pip", "check")
+    missing = re.findall(r"requires (\S+), which is not installed", done.stdout)
+    assert sorted(missing) == ["torchaudio", "torchcodec", "torchvision", "triton"], done.stdout
+    assert len(done.stdout.splitlines()) == len(missing), done.stdout
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -101,7 +112,9 @@ def test_greedy_answers_are_those_of_transformers(trained: Path, tp: int) -> Non
     before = set(Path("/dev/shm").glob("vllm_*"))
     with serving(str(trained), "--tp", str(tp)) as port:
         answers = [ask(port, prompt) for prompt in PROMPTS]
+        refused, _ = ask(port, PROMPTS[0], key="another")
     (exported,) = (trained / "served").iterdir()
-    assert answers == [greedy_answer(exported, prompt, tokens=TOKENS) for prompt in PROMPTS]
+    assert refused == 401
+    assert answers == [(200, greedy_answer(exported, prompt, tokens=TOKENS)) for prompt in PROMPTS]
     assert len(set(answers)) > 1
     assert set(Path("/dev/shm").glob("vllm_*")) <= before

@@ -58,6 +58,7 @@ def serve(words: tuple[str, ...], **options: Any) -> None:
     are. vLLM is that of --python, else of this Python, else of .venv-serve (`make install-serve`).
 
     Prints "ready" and a command to ask with, once the model has answered. vLLM's log goes where this goes.
+    With a key in VLLM_API_KEY only those who have it may ask.
     """
     try:
         _serve(words, **options)
@@ -80,14 +81,14 @@ def _serve(
     from hpcpar.cli.serve.server import free_address, serve_until_asked_to_end
 
     run, others = _divided(words)
-    if asked["kv_cache_memory_bytes"] is None:
+    engine = vllm.find_engine(python, Path.cwd())
+    if engine.on_cpu and asked["kv_cache_memory_bytes"] is None:
         asked["kv_cache_memory_bytes"] = vllm.kv_cache_space(os.environ)
     request = vllm.Asked(**asked, others=others)
-    engine = vllm.find_engine(python, Path.cwd())
     free_address(host, port, "")
     model = served_model(run or last_run(RUNS), dtype=request.dtype)
     vllm.require_capable(engine, model, request)
-    address = free_address(host, port, name or model.name)
+    address = free_address(host, port, name or model.name, os.environ.get("VLLM_API_KEY"))
     command = vllm.command(engine, model, address, request)
     environ = vllm.variables(engine, request, os.environ)
     click.echo(f"vLLM {engine.version} serves {address.model}: {model.origin}")

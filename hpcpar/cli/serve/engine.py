@@ -22,6 +22,7 @@ ENVIRONMENT = Path(".venv-serve")
 SEQUENCES = 256
 """Sequences at once for which the key-value cache has room, where memory allows: vLLM's --max-num-seqs."""
 
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 CPUINFO = Path("/proc/cpuinfo")
 
 PROBE = """
@@ -85,6 +86,14 @@ def require_capable(engine: Engine, model: ServedModel, asked: Asked, cpuinfo: P
     """Raise ConfigError or LayoutError for what cannot work, which vLLM would say late or never."""
     model.require_degrees(asked.tp, asked.pp)
     model.length(asked.max_model_len)
+    if asked.dtype is None and model.dtype == "float64":
+        raise ConfigError(
+            f"{model.name} has parameters in float64, which vLLM has not: serve it --dtype float32"
+        )
+    if "--api-key" in (word.partition("=")[0] for word in asked.others):
+        raise ConfigError(
+            "--api-key would show the key in the output and to whoever looks at processes: set VLLM_API_KEY"
+        )
     if not engine.on_cpu:
         return
     if platform.machine() in ("x86_64", "AMD64") and not has_avx2(cpuinfo):
@@ -92,15 +101,15 @@ def require_capable(engine: Engine, model: ServedModel, asked: Asked, cpuinfo: P
             "vLLM on CPUs needs AVX2, which this processor does not have: serve on another node, or ask the "
             "model with transformers (hpcpar export)"
         )
-    if asked.pp > 1:
-        raise ConfigError(
-            f"--pp {asked.pp}: vLLM on CPUs starts a pipeline, but cannot answer with it; divide the layers "
-            f"within the node, --tp {asked.pp * asked.tp}"
-        )
     if "ray" in asked.others or "--distributed-executor-backend=ray" in asked.others:
         raise ConfigError(
             f"vLLM on CPUs does not work with Ray: serve within one node, with --tp alone; for GPUs name by "
             f"--python an environment with vLLM for GPUs, which {engine.python} has not"
+        )
+    if asked.pp > 1:
+        raise ConfigError(
+            f"--pp {asked.pp}: vLLM on CPUs starts a pipeline, but cannot answer with it; divide the layers "
+            f"within the node, --tp {asked.pp * asked.tp}"
         )
     model.require_cpu_attention()
 
@@ -181,19 +190,19 @@ def variables(engine: Engine, asked: Asked, environ: Mapping[str, str]) -> dict[
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if engine.on_cpu and "VLLM_CPU_OMP_THREADS_BIND" not in environ:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = binding_here(asked.tp)
-    kept = dict(environ)
+    kept = {name: value for name, value in environ.items() if name != CACHE_SPACE}  # an option by now
     if engine.python != Path(sys.executable):
         kept.pop("PYTHONPATH", None)
     return ours | kept
 
 
 def kv_cache_space(environ: Mapping[str, str]) -> int | None:
-    """Return the bytes that vLLM's older VLLM_CPU_KVCACHE_SPACE asks for, in GiB."""
-    text = environ.get("VLLM_CPU_KVCACHE_SPACE", "").strip()
+    """Return the bytes of the key-value cache that vLLM's older variable asks for, in GiB."""
+    text = environ.get(CACHE_SPACE, "").strip()
     if not text:
         return None
     if not text.isdigit():
-        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={text!r} is no number of GiB; set one, or unset it")
+        raise ConfigError(f"{CACHE_SPACE}={text!r} is no number of GiB; set one, or unset it")
     return int(text) * GiB
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpcpar.checkpoint import read_extra
 from hpcpar.checkpoint.manifest import MANIFEST
 from hpcpar.durable import sha256
-from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.errors import ConfigError, DataError, LayoutError
 from hpcpar.tensor_parallel.split import require_fitting
 from hpcpar.training.model_export import export
 
@@ -131,6 +131,10 @@ def served_model(where: Path, *, dtype: str | None, dry_run: bool = False) -> Se
     if not directory.is_dir():
         try:
             export(checkpoint, directory, dtype=dtype)
+        except DataError as error:
+            raise DataError(
+                f"{error}. With it, `hpcpar export {where} DIRECTORY --tokenizer FILE`, and serve DIRECTORY"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"cannot write {directory}: {error}; export where you may write, `hpcpar export {where} "

@@ -42,11 +42,12 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and the name of its model."""
+    """Where a server listens, the name of its model, and the key that it asks for, if any."""
 
     host: str
     port: int
     model: str
+    key: str | None = None
 
     @property
     def reached_at(self) -> str:
@@ -59,10 +60,11 @@ class Address:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         connection = http.client.HTTPConnection(host, self.port)
         content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         try:
-            connection.request(
-                "GET" if body is None else "POST", path, content, {"Content-Type": "application/json"}
-            )
+            connection.request("GET" if body is None else "POST", path, content, headers)
             return connection.getresponse().status
         except (OSError, http.client.HTTPException):
             return None
@@ -72,19 +74,20 @@ class Address:
     def curl(self) -> str:
         """A command that asks for an answer."""
         body = json.dumps({"model": self.model, "prompt": "def main(", "max_tokens": 50})
+        key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if self.key else ""
         return (
-            f"curl http://{self.reached_at}:{self.port}/v1/completions -H 'Content-Type: application/json' "
-            f"-d {shlex.quote(body)}"
+            f"curl http://{self.reached_at}:{self.port}/v1/completions{key} "
+            f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
         )
 
 
-def free_address(host: str, port: int, model: str) -> Address:
+def free_address(host: str, port: int, model: str, key: str | None = None) -> Address:
     """Return an address that nobody listens on; port 0 = any free one.
 
     errors   ConfigError for a port that is taken, with one that is free; for a host that is not this one
     """
     try:
-        return Address(host, _bound(host, port), model)
+        return Address(host, _bound(host, port), model, key)
     except OSError as error:
         if isinstance(error, socket.gaierror):
             raise ConfigError(
@@ -118,7 +121,11 @@ def serve_until_asked_to_end(
 
     errors   LaunchError where the server ends by itself, or fails at its first request
     """
-    before = {number: signal.signal(number, _stop) for number in ENDING}
+    # What is ignored stays so: SIGHUP under nohup.
+    ending = [
+        each for each in ENDING if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, _stop) for number in ending}
     process = None
     start_s = time.monotonic()
     try:
@@ -152,7 +159,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], address: Address) -
             )
         time.sleep(LOOK_S)
     status = address.request("/v1/completions", {"model": address.model, "prompt": "a", "max_tokens": 1})
-    if status is None or status >= 500:  # 401 is an answer, too: of a server with --api-key
+    if status is None or status >= 500:  # others are answers: 404 of a model that completes no text
         raise LaunchError("vLLM has started, but failed at its first request; the lines above say why")
 
 

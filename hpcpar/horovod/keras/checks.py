@@ -48,7 +48,7 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
     steps of a hand-written loop are left alone, and so are trainings on some of the ranks.
     """
     fit = _running_fit()
-    if fit is None or process_set.size() != size() or size() == 1:
+    if fit is None or process_set.size() != size():
         return
     running = fit.f_locals
     callbacks = running["callbacks"]
@@ -60,7 +60,7 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
     of_ranks = allgather_object(own, "keras.checks.first_step")
     digests, rates, paths = zip(*of_ranks, strict=True)
     require_same_rates(rates)
-    if len(set(digests)) == 1 and rank() == 0:
+    if len(set(digests)) == 1 < size() and rank() == 0:
         warnings.warn(
             f"all {size()} ranks were given the same first batch, so that each repeats the others' work: "
             f"divide the data by model.fit(hvd.data.shard(x, y, batch_size=<of all ranks together>)), "

@@ -111,6 +111,20 @@ def test_sequences_longer_than_those_of_the_training_are_refused(tmp_path: Path)
     vllm.require_capable(GPU, model(tmp_path), asked(max_model_len=64))
 
 
+def test_a_job_scripts_words_with_vllm_for_cpus_are_told_of_vllm_for_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an environment with vLLM for GPUs, which python has not"):
+        vllm.require_capable(CPU, model(tmp_path), asked(2, 2, "--distributed-executor-backend", "ray"))
+
+
+def test_a_key_is_not_shown_and_float64_is_named(tmp_path: Path) -> None:
+    for words in (("--api-key", "secret"), ("--api-key=secret",)):
+        with pytest.raises(ConfigError, match="set VLLM_API_KEY"):
+            vllm.require_capable(GPU, model(tmp_path), asked(1, 1, *words))
+    with pytest.raises(ConfigError, match="tiny has parameters in float64, which vLLM has not"):
+        vllm.require_capable(GPU, model(tmp_path, dtype="float64"), asked())
+    vllm.require_capable(GPU, model(tmp_path, dtype="float64"), asked(dtype="float32"))
+
+
 def test_models_of_other_kinds_are_left_to_vllm(tmp_path: Path) -> None:
     other = ServedModel(tmp_path, "other", "a model", {"architectures": ["GPT2LMHeadModel"]})
     vllm.require_capable(CPU, other, asked(tp=3, max_model_len=5))
@@ -179,7 +193,7 @@ def test_the_command_is_vllm_serves_with_the_type_of_the_training(tmp_path: Path
 
 
 def test_what_is_set_stays_and_an_environment_of_its_own_has_no_pythonpath() -> None:
-    environ = {"PYTHONPATH": "/ours", "VLLM_CPU_OMP_THREADS_BIND": "3"}
+    environ = {"PYTHONPATH": "/ours", "VLLM_CPU_OMP_THREADS_BIND": "3", "VLLM_CPU_KVCACHE_SPACE": "1"}
     assert vllm.variables(CPU, asked(), environ) == {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from hpcpar.cli.serve.served_model import last_run, served_model
-from hpcpar.errors import CheckpointError, ConfigError
+from hpcpar.errors import CheckpointError, ConfigError, DataError
+from tests.cli.serve.small_run import train
 
 
 def test_a_run_is_exported_once_in_a_type_that_vllm_has(trained: Path) -> None:
@@ -69,6 +72,20 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         served_model(tmp_path, dtype=None)
+
+
+def test_a_tokenizer_that_has_gone_is_to_be_named_at_the_export(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz 0123456789")}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<eos>": 37}, merges=[]))
+    tokenizer.save(str(file))
+    run = train(tmp_path, f"data.tokenizer={file}", "data.eos_token=<eos>")
+    model = served_model(run, dtype=None)
+    assert model.origin.endswith("in float32")
+    shutil.rmtree(model.directory)
+    file.unlink()
+    with pytest.raises(DataError, match=r"hpcpar export \S+ DIRECTORY --tokenizer FILE"):
+        served_model(run, dtype=None)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

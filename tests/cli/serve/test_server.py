@@ -104,3 +104,9 @@ def test_a_host_that_is_none_of_this_machine_is_refused() -> None:
 def test_a_server_on_all_interfaces_is_asked_for_by_the_hosts_name() -> None:
     assert Address("0.0.0.0", 1, "m").reached_at == socket.gethostname()
     assert Address("::1", 1, "m").reached_at == "[::1]"
+
+
+def test_a_key_is_sent_and_its_variable_is_shown() -> None:
+    address = Address("127.0.0.1", 1, "m", "secret")
+    assert ' -H "Authorization: Bearer $VLLM_API_KEY" -H' in address.curl()
+    assert "secret" not in address.curl()

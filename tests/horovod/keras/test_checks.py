@@ -151,7 +151,6 @@ def test_a_save_on_every_rank_is_named_on_all_but_the_first(tmp_path: Path) -> N
     assert len(told) == (hvd.rank() > 0)
 
 
-@pytest.mark.usefixtures("needs_two")
 def test_arguments_that_keras_ignores_beside_divided_data_are_refused() -> None:
     data = hvd.data.shard(X, Y, batch_size=8)
     error = error_of(lambda: network().fit(data, class_weight={0: 1.0}, verbose=0))
