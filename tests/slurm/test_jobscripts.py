@@ -304,7 +304,9 @@ def test_a_horovod_program(submit: Submit) -> None:
 
 @pytest.mark.skipif(not (find_spec("keras") and find_spec("sklearn")), reason="needs Keras, scikit-learn")
 def test_a_keras_program(submit: Submit) -> None:
-    job = submit("keras", "--ntasks-per-node=1", words=("examples/keras_digits.py", "--epochs", "1"))
+    words = ("examples/keras_digits.py", "--epochs", "1")
+    # What Open MPI needs of srun, and MPICH does not mind.
+    job = submit("keras", "--ntasks-per-node=1", words=words, SLURM_MPI_TYPE="pmix")
     assert re.search(r"^epoch 1  loss [\d.]+  held-out accuracy 0\.\d+$", job.output, re.MULTILINE)
     assert "trained on 2 ranks" in job.output
 
