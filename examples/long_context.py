@@ -48,7 +48,8 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 def limit_memory(gib: float) -> None:
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back at once
-    (kib,) = (line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmData"))
+    status = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in status if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(kib) + int(gib * 2**30), resource.RLIM_INFINITY))
 
 
