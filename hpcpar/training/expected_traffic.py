@@ -36,16 +36,20 @@ ExpectedTraffic = Mapping[tuple["Communicator", str], int]
 STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
 """A sum; a sum and its tokens."""
 
+TARGETS_NBYTES = 8
+"""How many targets the global batch has."""
+
 
 @dataclass(frozen=True)
 class Passes:
     """Numbers of passes, steps and loads of a run on this rank.
 
-    trained       sequences in each microbatch of a step
-    held_out      sequences in each microbatch of an evaluation
-    sequence      tokens of a sequence on this rank; None: it depends on the documents in it
-    intervals     steps after each of which losses are summed
-    loads         of checkpoints
+    trained          sequences in each microbatch of a step
+    held_out         sequences in each microbatch of an evaluation
+    sequence         tokens of a sequence on this rank; None: it depends on the documents in it
+    intervals        steps after each of which losses are summed
+    loads            of checkpoints
+    counts_targets   each step begins with the number of targets of the global batch
     """
 
     trained: Sequence[int]
@@ -54,6 +58,7 @@ class Passes:
     sequence: int | None
     intervals: Sequence[int]
     loads: int
+    counts_targets: bool = False
 
     @property
     def steps(self) -> int:
@@ -83,6 +88,8 @@ def expected_traffic(
     dp = optimizer.dp_comm
     total: Counter[tuple[Communicator, str]] = Counter()
     total[dp, "broadcast"] += start_nbytes
+    if passes.counts_targets:
+        total[dp, "allreduce"] += passes.steps * allreduce_nbytes(dp, TARGETS_NBYTES, dtype="int64")
     looks = 1 if optimizer.scaler.dynamic else 0
     stages = 1 if worker is None else len(worker.model.stages)
     gradients = optimizer.expected_traffic(

@@ -362,6 +362,7 @@ class Run:
             sequence=self.sequences.own_length(self.config.train.sequence),
             intervals=[stop - start for start, stop in intervals],
             loads=1 if self._start.is_resumed else 0,
+            counts_targets=self.sequences.end_of_document is not None,
         )
         return expected_traffic(
             self.model,
