@@ -6,10 +6,11 @@
     transformer   5 M parameters in 6 layers of attention and feed-forward, 8 sequences of 64 on each rank
 
 Both are Keras, each with a model of its own, Adam, and batches that differ by rank; a step is the model's
-`train_step`. Two bounds stand beside them: "allreduce" is one all-reduce of as many bytes as the gradients
-have, and nothing else; "apply" is the plain optimizer's `apply` on gradients that are there. A turn is some
-steps of one player; wall time is that of the slowest rank, processor time that of all ranks together. Ratios
-are of turns of one round. Where ranks use all cores, a step cannot be shorter than alone + allreduce.
+`train_step`. Bounds stand beside them: "copy" copies as many bytes as the gradients have, as buckets take
+them; "allreduce" is one all-reduce of them, and nothing else; "apply" is the plain optimizer's `apply` on
+gradients that are there. A turn is some steps of one player; wall time is that of the slowest rank, processor
+time that of all ranks together. Ratios are of turns of one round. Where ranks use all cores, nothing
+overlaps: a step is not shorter than alone + copy + allreduce.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from keras import layers
 import hpcpar
 import hpcpar.horovod.keras as hvd
 
-PLAYERS = ("hpcpar", "alone", "allreduce", "apply")
+PLAYERS = ("hpcpar", "alone", "copy", "allreduce", "apply")
 Step = Callable[[], Any]
 
 
@@ -85,15 +86,21 @@ def players(case: str, comm: Any) -> tuple[dict[str, Step], keras.Model]:
     weights = alone.trainable_weights
     step_alone()
     gradients = [torch.zeros_like(weight.value) for weight in weights]
-    flat = torch.zeros(sum(weight.value.numel() for weight in weights))
+    flat = torch.zeros(sum(gradient.numel() for gradient in gradients))
+    places = flat.split([gradient.numel() for gradient in gradients])
 
     def apply() -> None:
         with torch.no_grad():
             alone.optimizer.apply(gradients, weights)
 
+    def copy() -> None:
+        for place, gradient in zip(places, gradients, strict=True):
+            place.copy_(gradient.view(-1))
+
     return {
         "hpcpar": step,
         "alone": step_alone,
+        "copy": copy,
         "allreduce": lambda: comm.allreduce(flat),
         "apply": apply,
     }, ours

@@ -2,6 +2,7 @@
 
     mpiexec -n 2 python benchmarks/training.py [--model 5m] [--dtype bfloat16] [--peers …] [--json FILE]
     mpiexec -n 2 python benchmarks/training.py --tp 2 [--hidden 512] [--layers 6] [--forward-only]
+    mpiexec -n 2 python benchmarks/training.py --cp 2 [--sequence 4096] [--batch 1]
 
 The peers train the same Llama on the same tokens on the same ranks, strictly in turn: in every round
 each takes some steps while nothing else runs, so a noisy machine touches all of them.
@@ -29,6 +30,17 @@ With --tp the ranks share every layer of one model instead, and the sequences:
     one process             rank 0 alone with the whole model
     no communication        every rank with a model as large as its part: if communication were free
 
+With --cp they share every sequence instead, and each has the whole model:
+
+    hpcpar exchange         keys and values that the mask needs go to who needs them
+    hpcpar exchange kept    the same, kept for backward and not fetched again
+    hpcpar ring, allgather, ulysses
+    zigzag ring             ring-flash-attention's algorithm, over gloo
+    ulysses                 heads for tokens by torch's all-to-all, over gloo
+    deepspeed ulysses       the same by DeepSpeed, where it is installed
+    one process             rank 0 alone with whole sequences
+    no communication        every rank with its part of them, and its own keys for the others'
+
 A turn is some steps in a row: forward, backward, averaging, optimizer, and at its end whatever is still on
 its way. A step's time is that of a turn by its steps, from a barrier on, on the slowest rank. Processor
 time is that of all threads of a process, the mean of the ranks that work; waiting that spins is in it.
@@ -52,10 +64,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from activation_memory import activation_nbytes
 from common import add_options, give_freed_memory_back, give_up, header, in_turn
+from context_parallel_peers import CONTEXT_PARALLEL
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
-from training_peers import DATA_PARALLEL, PHASES, Peer, Recipe, Task, absent, build, join_gloo
+from training_peers import ADAMW, DATA_PARALLEL, PHASES, SGD, Peer, Task, absent, build, join_gloo
 from training_report import FREE, Result, report, write_json, wrong
 
 import hpcpar
@@ -68,9 +82,6 @@ from hpcpar.tensor_parallel.split import require_divisible
 from hpcpar.units import MiB
 
 ALIASES = {"hpcpar": "hpcpar 0"}
-ADAMW = Recipe(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
-# For the check: Adam would hide gradients of the wrong scale.
-SGD = Recipe(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
 """Of the check. Gradients not averaged, or of twice their size, make a difference of about 1."""
 
@@ -96,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tp", type=int, help="ranks that share each layer: all of them (default: data-parallel)"
     )
+    parser.add_argument("--cp", type=int, help="ranks that share each sequence: all of them")
     parser.add_argument("--model", default="5m", choices=PRESETS, help="size of the Llama (default: 5m)")
     parser.add_argument(
         "--hidden",
@@ -115,7 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="+",
-        choices=[*DATA_PARALLEL, *(name for name in TENSOR_PARALLEL if name not in DATA_PARALLEL), *ALIASES],
+        choices=[*dict.fromkeys([*DATA_PARALLEL, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ALIASES])],
         metavar="PEER",
         help="by name, see above (default: all that are installed)",
     )
@@ -152,6 +164,19 @@ def require_tensor_parallel(world: Communicator, config: LlamaConfig, options: a
     require_divisible(options.sequence, options.tp, "--sequence")
 
 
+def require_context_parallel(world: Communicator, options: argparse.Namespace) -> None:
+    """ConfigError or LayoutError unless all ranks can share each sequence."""
+    if options.tp is not None:
+        raise LayoutError(f"--tp {options.tp} and --cp {options.cp}; give one of them")
+    if options.cp != world.size:
+        raise LayoutError(
+            f"--cp {options.cp}, but the job has {world.size} ranks; all share each sequence here: "
+            f"give --cp {world.size}, or start {options.cp} ranks"
+        )
+    if options.dtype == "bfloat16":
+        raise ConfigError("--cp has no masters for --dtype bfloat16; give float32 or float64")
+
+
 def make_task(world: Communicator, options: argparse.Namespace) -> Task:
     """Make the task; end the job for options that make no sense. Collective."""
     dtype = getattr(torch, options.dtype)
@@ -159,11 +184,14 @@ def make_task(world: Communicator, options: argparse.Namespace) -> Task:
         config = make_config(options)
         if options.tp is not None:
             require_tensor_parallel(world, config, options)
+        if options.cp is not None:
+            require_context_parallel(world, options)
+            config = replace(config, max_sequence=max(config.max_sequence, options.sequence))
     except (ConfigError, LayoutError) as error:
         give_up(world, str(error))
     return Task(
         world=world,
-        peers=DATA_PARALLEL if options.tp is None else TENSOR_PARALLEL,
+        peers=TENSOR_PARALLEL if options.tp else CONTEXT_PARALLEL if options.cp else DATA_PARALLEL,
         config=config,
         dtype=dtype,
         start_dtype=dtype,
@@ -172,6 +200,7 @@ def make_task(world: Communicator, options: argparse.Namespace) -> Task:
         bucket_bytes=None if options.bucket_mib is None else round(options.bucket_mib * MiB),
         shared_parameters=options.shared_parameters,
         tp=options.tp or 1,
+        cp=options.cp or 1,
     )
 
 
@@ -180,9 +209,16 @@ def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]
     names = list(dict.fromkeys(ALIASES.get(name, name) for name in named or task.peers))
     elsewhere = [name for name in names if name not in task.peers]
     if elsewhere:
-        where = "without --tp" if task.peers is TENSOR_PARALLEL else "with --tp"
-        give_up(task.world, f"{', '.join(elsewhere)}: only {where}; here there are {', '.join(task.peers)}")
+        where = {name: option_of(name) for name in elsewhere}
+        told = ", ".join(f"{name}: only {option}" for name, option in where.items())
+        give_up(task.world, f"{told}; here there are {', '.join(task.peers)}")
     return those_that_can(names, task, cleanup, were_named=bool(named))
+
+
+def option_of(peer: str) -> str:
+    if peer in DATA_PARALLEL:
+        return "without --tp and --cp"
+    return "with --tp" if peer in TENSOR_PARALLEL else "with --cp"
 
 
 def those_that_can(names: list[str], task: Task, cleanup: ExitStack, *, were_named: bool) -> list[str]:
@@ -347,6 +383,7 @@ def measure(
     """Check, weigh and time the peers; collective."""
     differences = check(names, task)
     memory = {name: peak_memory(name, task) for name in names}
+    activations = {name: activation_nbytes(name, task) if task.cp > 1 else (None, None) for name in names}
     peers = [build(name, task, ADAMW) for name in names]
     everyone = task.world.allgather_object(take_turns(peers, task, options))
     results = []
@@ -370,6 +407,8 @@ def measure(
                 tokens_per_step=sequences * task.sequence,
                 peak_nbytes=peak_nbytes,
                 shared_nbytes=shared_nbytes,
+                saved_nbytes=None if forward_only else activations[name][0],
+                allocated_nbytes=None if forward_only else activations[name][1],
                 loss=next(turn.loss for turn in turns[-1] if not math.isnan(turn.loss)),
                 difference=None if forward_only else differences[name],
             )
@@ -390,6 +429,7 @@ def describe(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     return header(
         task.world,
         tp=task.tp,
+        cp=task.cp,
         model=options.model,
         hidden=task.config.hidden_size,
         layers=task.config.layers,

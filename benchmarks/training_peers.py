@@ -8,7 +8,8 @@ Every peer is one class, which imports what it needs when it is asked for and is
     Fsdp2               fsdp2               float32 shards, gathered in bfloat16          bfloat16
     Ddp, ZeroRedundancy, Horovod, Solo      float32 under torch.autocast, as is usual     float32
 
-Those that share every layer are in benchmarks/tensor_parallel_peers.py.
+Those that share every layer are in benchmarks/tensor_parallel_peers.py, those that share every sequence in
+benchmarks/context_parallel_peers.py.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Recipe:
         return self.optimizer(parameters, **self.settings)
 
 
+ADAMW = Recipe(torch.optim.AdamW, {"lr": 1e-3, "fused": True})
+# For the check: Adam would hide gradients of the wrong scale.
+SGD = Recipe(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained, by whom: the same for all peers.
@@ -64,6 +70,7 @@ class Task:
     start_dtype         can hold the parameters' first values, so that whoever narrows them loses nothing
     shared_parameters   hpcpar's sharded stages keep one copy of the parameters on a node
     tp                  ranks that share each layer, and so the sequences
+    cp                  ranks that share each sequence
     """
 
     world: Communicator
@@ -76,10 +83,11 @@ class Task:
     bucket_bytes: int | None
     shared_parameters: bool = False
     tp: int = 1
+    cp: int = 1
 
     @property
     def global_batch(self) -> int:
-        return self.batch * (self.world.size // self.tp)
+        return self.batch * (self.world.size // (self.tp * self.cp))
 
     @property
     def low_precision(self) -> bool:
@@ -101,7 +109,7 @@ class Task:
         return part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
     def own_share(self) -> Share:
-        start = self.world.rank // self.tp * self.batch
+        start = self.world.rank // (self.tp * self.cp) * self.batch
         return self.share(start, start + self.batch)
 
 

@@ -34,6 +34,8 @@ class Result:
     peak_nbytes    most resident memory of any rank during steps, above what it held without the peer
     shared_nbytes  the same with pages that ranks share divided among them, the most at the ends of phases
     difference     what `check` found; None for a peer that learns something else
+    saved_nbytes   most that autograd holds for backward on any rank
+    allocated_nbytes   most that torch allocates in forward and backward on any rank, beside what it held
     forward_only   figures of forward passes without gradients: there is no check, and no memory is measured
 
     None where the system does not say.
@@ -50,6 +52,8 @@ class Result:
     shared_nbytes: int | None
     loss: float
     difference: float | None
+    saved_nbytes: int | None = None
+    allocated_nbytes: int | None = None
 
     @property
     def median_s(self) -> float:
@@ -124,6 +128,7 @@ def report(about: dict[str, Any], results: Sequence[Result]) -> None:
         if chosen:
             print(f"# {title}")
             print_figures(chosen)
+            print_activations(chosen)
             print_speeds(chosen)
             print_ratios("step", "ratio_to", chosen)
             print_ratios("cpu", "cpu_ratio_to", chosen)
@@ -147,6 +152,23 @@ def print_figures(results: Sequence[Result]) -> None:
             *(f"{result.phases_s[phase] * 1e3:.1f}" for phase in phases),
         ]
         print(f"{result.peer:<22}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+def print_activations(results: Sequence[Result]) -> None:
+    """Print what forward and backward hold, if it was measured; by one process's, where that takes part."""
+    measured = [result for result in results if result.saved_nbytes and result.allocated_nbytes]
+    whole = next((result for result in measured if result.peer == "one process"), None)
+    if measured:
+        print(
+            "# saved: by autograd for backward; allocated: by torch in forward and backward, with gradients"
+        )
+    for result in measured:
+        cells = []
+        for figure in ("saved_nbytes", "allocated_nbytes"):
+            nbytes = getattr(result, figure)
+            beside = f" ({nbytes / getattr(whole, figure):.3f} of one process)" if whole else ""
+            cells.append(f"{figure.removesuffix('_nbytes')} {format_nbytes(nbytes)}{beside}")
+        print(f"{result.peer:<22}  " + "  ".join(cells))
 
 
 def print_speeds(results: Sequence[Result]) -> None:

@@ -64,10 +64,7 @@ def memory_of(array: Any) -> Memory | None:
     Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
     an array elsewhere that has the same ones is the same memory.
     """
-    kind = type(array)
-    if kind is _NUMPY or issubclass(kind, _NUMPY):
-        if kind is not _NUMPY and issubclass(kind, np.ma.MaskedArray):
-            return None
+    if type(array) is _NUMPY or (isinstance(array, _NUMPY) and not isinstance(array, np.ma.MaskedArray)):
         try:  # a quarter of the cost of array.ctypes.data; what it refuses could not be used in place
             return _address(_first_byte(array)), array.size, array.dtype
         except (TypeError, ValueError):

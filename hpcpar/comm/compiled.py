@@ -4,7 +4,7 @@
 
 `advance` never blocks, and may be called from any place that has time: `poke`, `test`, `wait`. It may also
 be left by an exception of a signal handler at any point, and then goes on where it was: every action on
-memory is taken from an iterator (`spaces.py`), and every other assignment may be repeated.
+memory is begun exactly once (`spaces.py`), and every other assignment may be repeated.
 """
 
 from __future__ import annotations

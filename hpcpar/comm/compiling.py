@@ -11,7 +11,7 @@ import numpy as np
 from hpcpar import partition
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Space
-from hpcpar.comm.arguments import Arguments, copy_to, view
+from hpcpar.comm.arguments import Arguments, Kept, copy_to, view
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, StepSequence, Turn
 from hpcpar.comm.device_steps import device_steps
@@ -127,7 +127,6 @@ def compile_collective(
     )
     if algorithm.name == NATIVE:
         return _by_mpi(calls, request, arguments, described)
-    first, last = arguments.first, arguments.last
     segments = segments_for(algorithm, whole.octets.size)
     offsets = arguments.offsets
     if offsets is not None and segments > 1:
@@ -145,37 +144,44 @@ def compile_collective(
     if arguments.reads_input and arguments.lent is not None:
         if kept is not None or writes_all(planned, whole.count):
             spaces = {**spaces, "input": arguments.lent}
-            first.clear()
+            arguments.first = []
         else:
             planned = plan(*bound)
     copy_nbytes = 0
-    if kept is not None and planned.received:
-        elsewhere, is_filled = None, False
-        if kept.target is not None:
-            # Messages of one step by two executors are two sums: the second one adds to the first.
-            is_filled = calls.shares_in_part
-            elsewhere = received_elsewhere(planned, ("data", *arguments.own), is_filled=is_filled)
-        if elsewhere is not None and kept.target is not None:
-            if is_filled:
-                first.extend(copy_to(kept.target, whole.part(*arguments.own)))
-            planned, spaces = elsewhere, {**spaces, "output": kept.target}
-        else:
-            work = whole.scratch(whole.count)
-            copy_nbytes = whole.octets.size
-            spaces = {**spaces, "data": work}
-            if "input" not in spaces:
-                first.append(copying(work.octets, whole.octets))
-            if kept.target is not None:
-                last.insert(0, copying(kept.target.octets, work.part(*arguments.own).octets))
-    elif kept is not None and kept.target is not None:
-        last[:0] = copy_to(kept.target, whole.part(*arguments.own))
+    if kept is not None:
+        planned, spaces, copy_nbytes = _apart(calls, arguments, kept, planned, spaces)
     compiled = _new(calls, request, described, algorithm.name, planned, spaces)
     compiled.result = arguments.result
     compiled.nbytes = copy_nbytes
-    arguments.last = [*last, *_divided(calls, arguments), *arguments.at_end]
+    arguments.last = [*arguments.last, *_divided(calls, arguments), *arguments.at_end]
     compiled.is_cached = arguments.same_everywhere and copy_nbytes <= KEPT_COPY_NBYTES
     _bind_steps(calls, compiled, arguments, algorithm, segments, cut, planned, spaces)
     return compiled
+
+
+def _apart(
+    calls: Calls, arguments: Arguments, kept: Kept, planned: Plan, spaces: Spaces
+) -> tuple[Plan, Spaces, int]:
+    """Receive elsewhere than in data that must stay as they are; also returns the bytes of a copy of them."""
+    target, whole = kept.target, next(iter(spaces.values()))
+    if not planned.received:
+        if target is not None:
+            arguments.last[:0] = copy_to(target, whole.part(*arguments.own))
+        return planned, spaces, 0
+    if target is not None:
+        # Messages of one step by two executors are two sums: the second one adds to the first.
+        is_filled = calls.shares_in_part
+        elsewhere = received_elsewhere(planned, ("data", *arguments.own), is_filled=is_filled)
+        if elsewhere is not None:
+            if is_filled:
+                arguments.first.extend(copy_to(target, whole.part(*arguments.own)))
+            return elsewhere, {**spaces, "output": target}, 0
+    work = whole.scratch(whole.count)
+    if "input" not in spaces:
+        arguments.first.append(copying(work.octets, whole.octets))
+    if target is not None:
+        arguments.last.insert(0, copying(target.octets, work.part(*arguments.own).octets))
+    return planned, {**spaces, "data": work}, whole.octets.size
 
 
 def _can_read_input(calls: Calls, algorithm: Algorithm, root: int, segments: int) -> bool:

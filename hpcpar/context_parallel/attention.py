@@ -91,7 +91,8 @@ class Attention(Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
         sums = wide(queries.dtype)
-        out = torch.zeros(queries.shape, dtype=sums, device=queries.device)
+        # With the memory layout of queries, for what follows to need no copy of it.
+        out = torch.zeros_like(queries, dtype=sums)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
         travel, kept = call.travel(), []
         for owner, theirs in travel.keys(packed(keys, values)):
@@ -106,21 +107,23 @@ class Attention(Function):
                 kept.append((owner, theirs))
         result = out.to(queries.dtype)
         ctx.call, ctx.owners = call, [owner for owner, _ in kept]
-        ctx.save_for_backward(queries, keys, values, result, lse, *(theirs for _, theirs in kept))
+        # What is kept has this rank's own keys and values, too.
+        held = [theirs for _, theirs in kept] if call.keep else [keys, values]
+        ctx.save_for_backward(queries, result, lse, *held)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        queries, keys, values, out, lse, *kept = ctx.saved_tensors
+        queries, out, lse, *held = ctx.saved_tensors
         call: Call = ctx.call
         travel = call.travel()
         sums = wide(queries.dtype)
-        of_queries = torch.zeros(queries.shape, dtype=sums, device=queries.device)
-        of_own = torch.zeros((2, *keys.shape), dtype=sums, device=queries.device)
-        fetched: Iterable[tuple[int, Tensor]] = zip(ctx.owners, kept, strict=True)
-        for owner, theirs in fetched if call.keep else travel.keys(packed(keys, values)):
-            of_theirs = of_own if owner == call.rank else torch.zeros_like(theirs, dtype=sums)
+        of_queries = torch.zeros_like(queries, dtype=sums)
+        fetched: Iterable[tuple[int, Tensor]]
+        fetched = zip(ctx.owners, held, strict=True) if call.keep else travel.keys(packed(*held))
+        for owner, theirs in fetched:
+            of_theirs = torch.zeros_like(theirs, dtype=sums)
             for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
                 parts = attend_backward(
@@ -133,7 +136,9 @@ class Attention(Function):
                 of_queries[:, :, rows] += parts.queries
                 of_theirs[0][:, :, columns] += parts.keys
                 of_theirs[1][:, :, columns] += parts.values
-            if owner != call.rank:
+            if owner == call.rank:
+                of_own = of_theirs
+            else:
                 travel.send_home(owner, of_theirs)
         travel.add_at_home(of_own)
-        return of_queries.to(queries.dtype), *of_own.to(keys.dtype), None
+        return of_queries.to(queries.dtype), *of_own.to(queries.dtype), None

@@ -128,7 +128,10 @@ def _all_tokens(exchange: HeadExchange, heads: Heads, tensors: Sequence[Tensor])
         for count in exchange.counts
     ]
     received = _exchanged(comm, sent, shapes)
-    return tuple(torch.cat(parts, dim=2) for parts in zip(*received, strict=True))
+    by_token = (
+        torch.cat([part.transpose(1, 2) for part in parts], 1) for parts in zip(*received, strict=True)
+    )
+    return tuple(tensor.transpose(1, 2) for tensor in by_token)
 
 
 def _own_tokens(
@@ -143,7 +146,10 @@ def _own_tokens(
         for source in range(comm.size)
     ]
     received = _exchanged(comm, sent, shapes)
-    whole = [t.new_zeros(t.shape[0], n, count, t.shape[3]) for t, n in zip(tensors, totals, strict=True)]
+    whole = [
+        t.new_zeros(t.shape[0], count, n, t.shape[3]).transpose(1, 2)
+        for t, n in zip(tensors, totals, strict=True)
+    ]
     for source, parts in enumerate(received):
         for tensor, part, of in zip(whole, parts, heads, strict=True):
             tensor[:, slice(*of[source])] += part
@@ -153,8 +159,11 @@ def _own_tokens(
 def _exchanged(
     comm: Communicator, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
-    """Send rank j the tensors of sent[j]; return those of these shapes that came from each rank."""
-    flat = torch.cat([part.detach().reshape(-1) for parts in sent for part in parts])
+    """Send rank j the tensors of sent[j]; return those of these shapes that came from each rank.
+
+    All lie in memory as [B, N, A, D], as models make them and take them.
+    """
+    flat = torch.cat([part.detach().transpose(1, 2).reshape(-1) for parts in sent for part in parts])
     sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
     received = flat.new_empty(sum(map(sum, sizes)))
     comm.alltoall(
@@ -164,4 +173,10 @@ def _exchanged(
         receive_counts=[sum(of_rank) for of_rank in sizes],
     )
     pieces = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
-    return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+    return [
+        [
+            next(pieces).view(batch, count, heads, size).transpose(1, 2)
+            for batch, heads, count, size in of_rank
+        ]
+        for of_rank in shapes
+    ]

@@ -173,10 +173,12 @@ class GatherTravel:
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         gathered = own.new_empty(sum(self._sizes(own)))
-        handle = self._comm.start_allgather(own, counts=self._sizes(own), out=gathered)
-        yield self._comm.rank, own
+        parts = self._parts(gathered, own)
+        mine = parts[self._comm.rank].copy_(own)
+        handle = self._comm.start_allgather(mine, counts=self._sizes(own), out=gathered)
+        yield self._comm.rank, mine
         handle.wait()
-        for owner, part in enumerate(self._parts(gathered, own)):
+        for owner, part in enumerate(parts):
             if owner != self._comm.rank:
                 yield owner, part
 

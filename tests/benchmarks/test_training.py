@@ -25,6 +25,18 @@ TENSOR_PARALLEL = {
     "no communication",
 }
 
+CONTEXT_PARALLEL = {
+    "hpcpar exchange",
+    "hpcpar exchange kept",
+    "hpcpar ring",
+    "hpcpar allgather",
+    "hpcpar ulysses",
+    "zigzag ring",
+    "ulysses",
+    "one process",
+    "no communication",
+}
+
 RunRanks = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -71,6 +83,24 @@ def test_data_parallel_peers_agree_with_one_process(run_ranks: RunRanks, tmp_pat
     assert max(differences) <= 1e-4
 
 
+def test_context_parallel_peers_agree_with_one_process_and_hold_a_part_of_its_activations(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.jsonl"
+    done = run_ranks(2, SCRIPT, *SMALL, "--cp", "2", "--sequence", "64", "--json", str(path), timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    found = {line["peer"]: line for line in lines(path)}
+    assert set(found) >= CONTEXT_PARALLEL
+    assert all(line["tokens_per_step"] == 128 for line in found.values())
+    assert found.pop("no communication")["difference"] is None
+    differences = {peer: line["difference"] for peer, line in found.items()}
+    assert all(difference <= 1e-4 for difference in differences.values()), differences
+    whole = found["one process"]
+    for peer in ("hpcpar exchange", "hpcpar ring", "hpcpar allgather"):
+        for figure in ("saved_nbytes", "allocated_nbytes"):
+            assert found[peer][figure] <= 1.06 / 2 * whole[figure]
+
+
 MISTAKES = [
     (["--tp", "3"], "--tp 3, but the job has 2 ranks"),
     (["--tp", "2", "--hidden", "100"], "--hidden 100; give a multiple of 64"),
@@ -79,6 +109,11 @@ MISTAKES = [
     (["--tp", "2", "--hidden", "64", "--peers", "dtensor tp"], "would cut kv_heads=1 for tp=2 ranks"),
     (["--tp", "2", "--peers", "ddp"], "ddp: only without --tp"),
     (["--peers", "dtensor tp"], "dtensor tp: only with --tp"),
+    (["--cp", "3"], "--cp 3, but the job has 2 ranks"),
+    (["--cp", "2", "--tp", "2"], "--tp 2 and --cp 2; give one of them"),
+    (["--cp", "2", "--dtype", "bfloat16"], "--cp has no masters for --dtype bfloat16"),
+    (["--cp", "2", "--sequence", "18", "--peers", "zigzag ring"], "--sequence 18 is no multiple of 4"),
+    (["--peers", "zigzag ring"], "zigzag ring: only with --cp"),
     (["--layers", "0"], "layers=0 must be greater than 0"),
 ]
 

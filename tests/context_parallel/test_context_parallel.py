@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.context_parallel import ContextParallel, Mask
@@ -166,6 +167,49 @@ def test_values_sent_are_those_of_the_theory(size: int, method: str, keep: bool,
     assert sum(of_ranks) == size * mean * (size - 1)
     if method != "exchange" or keep:
         assert len(set(of_ranks)) == 1
+
+
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_keys_of_other_ranks_are_saved_for_backward_unless_kept(method: str, keep: bool) -> None:
+    length, size = 96, 3
+
+    def saved(comm: Communicator) -> tuple[int, int]:
+        cp = ContextParallel(comm, method, keep=keep)  # type: ignore[arg-type]
+        found: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with cp.using(Mask(length)), saved_tensors_hooks(pack, lambda tensor: tensor):
+            inputs = [cp.shard(t, 2).requires_grad_() for t in tensors(8, 2, torch.float64, length)[:3]]
+            cp.attention(*inputs)
+            plan, own = cp.plan(cp.mask), len(cp.places())
+        values = sum(tensor.untyped_storage().nbytes() for tensor in found.values()) // 8
+        others = [owner for owner in range(size) if owner != comm.rank]
+        needed = [sum(span.length for span in plan.needed(comm.rank, owner)) for owner in others]
+        come = sum(needed) if method == "exchange" else length - own
+        # Queries, output, log-sum-exp; keys and values.
+        expected = BATCH * (own * 8 * (2 * HEAD_SIZE + 1) + (own + keep * come) * 2 * 2 * HEAD_SIZE)
+        return values, expected
+
+    for values, expected in run_loopback(size, saved):
+        assert values == expected
+
+
+@pytest.mark.parametrize("method", ["exchange", "ulysses"])
+def test_the_output_lies_in_memory_as_the_queries_do(method: str) -> None:
+    def strides(comm: Communicator) -> bool:
+        cp = ContextParallel(comm, method)  # type: ignore[arg-type]
+        with cp.using(Mask(LENGTH)):
+            inputs = [
+                cp.shard(tensor, 2).transpose(1, 2).contiguous().transpose(1, 2)
+                for tensor in tensors(4, 2, torch.float32)[:3]
+            ]
+            return cp.attention(*inputs).transpose(1, 2).is_contiguous()
+
+    assert all(run_loopback(2, strides))
 
 
 @pytest.mark.parametrize(("size", "key_heads"), [(2, 8), (2, 2), (4, 8), (4, 2), (4, 1)])

@@ -15,7 +15,8 @@ That it has ended a call, a rank tells in a word apart, which only those look at
     not written: the body is used again SLOTS calls later, when all ranks have ended this call.
 *   Long: the header says where the rank's arrays lie, and the peers read there: in arrays of
     `Communicator.allocate_shared` as they are, in private memory by the kernel (process_vm_readv). What is
-    received into in the same step is sent from a copy.
+    received into in the same step is sent from a copy. A sum with `out` reads and sends its input where it
+    lies until it has written to the result (`plan.reading_input`).
 
 Whether a call is short follows from the request, so all ranks know it. Where the messages lie in the sender's
 memory follows from its schedule, which every rank can generate; only the pieces of an uneven all-to-all are
@@ -271,10 +272,10 @@ class SharedCall:
         self.awaited = None if self.beyond is not None else (self.words, word, state)
         return False
 
-    def glance(self) -> None:
-        """Look at all ranks without waiting for any: those that make another call here are told."""
+    def glance(self, peers: Sequence[int]) -> None:
+        """Look at state words without waiting for any: ranks that make another call here are told."""
         words, begin, end = self.words, self.stamp, self.stamp | FAILED
-        for word in self.headers:
+        for word in peers:
             if not begin <= words[word] < end:
                 self._has_come(word, 0)
 
