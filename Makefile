@@ -57,11 +57,10 @@ PURE_TESTS := tests/algorithms tests/pipeline_schedules tests/planner $(wildcard
     tests/test_partition.py tests/test_units.py tests/test_durable.py tests/test_structure.py)
 SMOKE_TESTS = $(sort $(shell grep -rl 'mark\.smoke\b' tests --include='test_*.py'))
 
-# vLLM for CPUs: x86 with AVX2 or aarch64, Linux, Python 3.11 or newer. Its torch is the CPU build, which PyPI
-# does not have; where the index cannot be reached, pip still looks where else it was told to.
+# vLLM for CPUs: x86 with AVX2 or aarch64, Linux, Python 3.11 or newer. Its torch is the CPU build: where pip finds
+# another, name PyTorch's index of CPU builds, PIP_ARGS="--extra-index-url …".
 SERVE_VENV := .venv-serve
 SERVE_STAMP := $(SERVE_VENV)/.installed
-TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
@@ -83,9 +82,9 @@ $(DEV_STAMP): $(STAMP)
 $(SERVE_STAMP): requirements-serve.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vLLM for CPUs needs Python 3.11 or newer")'
 	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
-	PIP_CONSTRAINT= $(SERVE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps \
-	    --extra-index-url $(TORCH_CPU_INDEX) "$$(grep '^torch==' $<)"
 	PIP_CONSTRAINT= $(SERVE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r $<
+	$(SERVE_VENV)/bin/python -c 'import torch' || { echo 'vLLM for CPUs needs the CPU build of torch: name PyTorch'"'"'s \
+	index of CPU builds to pip, make install-serve PIP_ARGS="--extra-index-url …"' >&2; exit 1; }
 	touch $@
 
 install-serve: $(SERVE_STAMP)

@@ -117,4 +117,5 @@ def test_greedy_answers_are_those_of_transformers(trained: Path, tp: int) -> Non
     assert refused == 401
     assert answers == [(200, greedy_answer(exported, prompt, tokens=TOKENS)) for prompt in PROMPTS]
     assert len(set(answers)) > 1
-    assert set(Path("/dev/shm").glob("vllm_*")) <= before
+    if tp > 1:  # the other test, which may run beside this one, has no such files
+        assert set(Path("/dev/shm").glob("vllm_*")) <= before

@@ -114,7 +114,7 @@ class ContextParallel:
 
     def spans(self) -> tuple[Spans, ...]:
         """Return the places in the sequence that each rank holds, ascending; collective for a new mask."""
-        plan, ranks, multiple = self.plan(self.mask), self.inner.size, self.multiple
+        plan, ranks, multiple = self.plan(self.mask, None), self.inner.size, self.multiple
         return tuple(
             part_of(share, Span(start * multiple, stop * multiple))
             for share, count in zip(plan.shares, plan.counts, strict=True)
@@ -173,6 +173,7 @@ class ContextParallel:
         *,
         scale: float | None = None,
         dropout: WeightDropout | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Return softmax(Q Kᵀ scale)·V over the whole sequence, for this rank's queries; collective.
 
@@ -181,10 +182,12 @@ class ContextParallel:
         scale     None: 1/√D
         dropout   of the attention weights; None: none. What is dropped depends on the places of query and
                   key, and not on the number of ranks
+        window    of this layer: a query sees keys at a distance below it, and of them those that the mask in
+                  use has; which rank holds which tokens depends on that mask alone. None: no other window
         errors    MismatchError for shapes that do not fit the mask; LayoutError for heads that do not divide
                   among ranks that exchange heads
         """
-        plan = self.plan(self.mask)
+        plan = self.plan(self.mask, window)
         self._require_shapes(queries, keys, values, plan)
         scale = queries.shape[-1] ** -0.5 if scale is None else scale
         travel = self._travel(plan, keys.dtype if self.narrow else wide(keys.dtype))
@@ -220,7 +223,15 @@ class ContextParallel:
         whole, multiple = plan.counts[self.outer.rank], self.multiple
         return tuple(count * multiple for count in counts(whole // multiple, self.inner.size))
 
-    def _plan(self, mask: Mask) -> Plan:
+    def _plan(self, mask: Mask, window: int | None) -> Plan:
+        if window is not None:  # of one layer, between others: the tokens stay where they are
+            narrowed = replace(mask, window=min(window, mask.window or window))
+            self._require_agreed(narrowed)
+            return Plan(narrowed, self.plan(mask, None).shares)
+        self._require_agreed(mask)
+        return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
+
+    def _require_agreed(self, mask: Mask) -> None:
         everyone = self.comm.allgather_object(mask)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if others:
@@ -228,7 +239,6 @@ class ContextParallel:
                 f"ranks of one sequence have different masks: rank 0 has {everyone[0]}, rank {others[0]} has "
                 f"{everyone[others[0]]}; all ranks of {self.comm.name!r} must read the same sample"
             )
-        return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
 
     def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> None:
         count = self._counts(plan)[self.inner.rank]

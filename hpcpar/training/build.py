@@ -75,7 +75,8 @@ def tensor_parallel_of(config: Config, tp_comm: Communicator) -> TensorParallel:
 def sequences_of(config: Config, mesh: Mesh, tp: TensorParallel, tokenizer: Tokenizer) -> Sequences:
     """Return how rows are read, and by which ranks together; collective over `mesh`.
 
-    errors   ConfigError for packed documents of text whose documents have no end
+    errors   ConfigError for packed documents of text whose documents have no end, and for heads that do not
+             divide among the ranks that exchange them
     """
     context = None
     if config.data.pack_documents and tokenizer.end_of_document is None:
@@ -91,10 +92,32 @@ def sequences_of(config: Config, mesh: Mesh, tp: TensorParallel, tokenizer: Toke
             multiple=tp.size if tp.sequence_parallel else 1,
             even=mesh.pp.size > 1,
         )
+        _require_heads(config, tp.size, mesh.cp.size, context.inner.size)
     return Sequences(
         config.train.global_batch * config.train.sequence,
         context,
         tokenizer.end_of_document if config.data.pack_documents else None,
+    )
+
+
+def _require_heads(config: Config, tp: int, cp: int, exchanging: int) -> None:
+    """Raise ConfigError unless each tp rank's heads divide among the ranks that exchange them (Ulysses)."""
+    heads = config.model_config_for(1).heads
+    own, rest = divmod(heads, tp)
+    if rest or not own % exchanging:  # heads that do not divide among tp ranks are refused where these are
+        return
+    method, unit = config.context_parallel.method, tp * exchanging
+    if "+" in method:
+        change = "context_parallel.inner"
+        fitting = [degree for degree in range(1, cp) if not own % degree and not cp % degree]
+    else:
+        change, fitting = "mesh.cp", [degree for degree in range(1, own + 1) if not own % degree]
+    each = f", of which each of mesh.tp = {tp} ranks has {own}," if tp > 1 else ""
+    below = heads // unit * unit
+    raise ConfigError(
+        f"model.heads = {heads}{each} do not divide among {exchanging} ranks that exchange heads "
+        f"(context_parallel.method = {method!r}); make it {f'{below} or ' if below else ''}{below + unit}, "
+        f"set {change} to {' or '.join(map(str, fitting))}, or take the method 'exchange'"
     )
 
 

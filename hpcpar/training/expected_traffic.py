@@ -33,23 +33,20 @@ if TYPE_CHECKING:
 ExpectedTraffic = Mapping[tuple["Communicator", str], int]
 """(communicator, collective) -> bytes that all of its ranks together must send."""
 
-STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES = 8, 16
-"""A sum; a sum and its tokens."""
-
-TARGETS_NBYTES = 8
-"""How many targets the global batch has."""
+STEP_LOSS_NBYTES, HELD_OUT_LOSS_NBYTES, TARGETS_NBYTES = 8, 16, 8
+"""A sum; a sum and its tokens; a number of targets."""
 
 
 @dataclass(frozen=True)
 class Passes:
     """Numbers of passes, steps and loads of a run on this rank.
 
-    trained          sequences in each microbatch of a step
-    held_out         sequences in each microbatch of an evaluation
-    sequence         tokens of a sequence on this rank; None: it depends on the documents in it
-    intervals        steps after each of which losses are summed
-    loads            of checkpoints
-    counts_targets   each step begins with the number of targets of the global batch
+    trained       sequences in each microbatch of a step
+    held_out      sequences in each microbatch of an evaluation
+    sequence      tokens of a sequence on this rank; None: it depends on the documents in it
+    counts_targets   each step counts the targets of its batch, of which packed documents leave some out
+    intervals     steps after each of which losses are summed
+    loads         of checkpoints
     """
 
     trained: Sequence[int]
@@ -88,8 +85,6 @@ def expected_traffic(
     dp = optimizer.dp_comm
     total: Counter[tuple[Communicator, str]] = Counter()
     total[dp, "broadcast"] += start_nbytes
-    if passes.counts_targets:
-        total[dp, "allreduce"] += passes.steps * allreduce_nbytes(dp, TARGETS_NBYTES, dtype="int64")
     looks = 1 if optimizer.scaler.dynamic else 0
     stages = 1 if worker is None else len(worker.model.stages)
     gradients = optimizer.expected_traffic(
@@ -109,11 +104,15 @@ def expected_traffic(
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
+    if passes.counts_targets:
+        total[dp, "allreduce"] += passes.steps * allreduce_nbytes(dp, TARGETS_NBYTES, dtype="int64")
     if preemption is not None:
         questions = max(0, passes.steps - 1)
         total[preemption, "allreduce"] += questions * allreduce_nbytes(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
+    if passes.sequence is None:  # a part of what tp sends would be compared with all of it
+        return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
     return total
 
 

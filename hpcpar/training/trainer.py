@@ -89,8 +89,7 @@ class Run:
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
-        with comm.together("looking at context_parallel"):
-            self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
+        self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
         self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, self.sequences)
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages

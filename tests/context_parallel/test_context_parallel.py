@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,14 +45,22 @@ def serial(whole: list[Tensor], mask: Mask) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (queries, keys, values), whole[3].double())]
 
 
-def parallel(size: int, whole: list[Tensor], mask: Mask, method: str, **options: object) -> list[Tensor]:
+def parallel(
+    size: int,
+    whole: list[Tensor],
+    mask: Mask,
+    method: str,
+    *,
+    window: int | None = None,
+    **options: object,
+) -> list[Tensor]:
     """Output and gradients of all ranks, put together."""
 
     def own(comm: Communicator) -> tuple[Tensor, list[Tensor]]:
         cp = ContextParallel(comm, method, **options)  # type: ignore[arg-type]
         with cp.using(mask):
             inputs = [cp.shard(tensor, 2).clone().requires_grad_() for tensor in whole[:3]]
-            out = cp.attention(*inputs)
+            out = cp.attention(*inputs, window=window)
             gradients = torch.autograd.grad(out, inputs, cp.shard(whole[3], 2))
             return cp.places(), [out.detach(), *gradients]
 
@@ -115,6 +125,18 @@ def test_ranks_without_tokens_take_part(length: int) -> None:
     whole, mask = tensors(4, 2, torch.float64, length), Mask(length)
     for method in ("exchange", "ring", "allgather", "ulysses"):
         assert error(parallel(4, whole, mask, method), serial(whole, mask)) <= 5e-15
+
+
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses", "ulysses+exchange"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_a_layer_with_a_window_of_its_own_leaves_tokens_where_they_are(method: str, mask: str) -> None:
+    whole, window = tensors(8, 2, torch.float64), 5
+    options = {"inner": 2} if "+" in method else {}
+    found = parallel(4, whole, MASKS[mask], method, window=window, **options)
+    assert error(found, serial(whole, replace(MASKS[mask], window=window))) <= 5e-15
+    wider = parallel(4, whole, MASKS[mask], method, window=50, **options)
+    of_both = replace(MASKS[mask], window=min(50, MASKS[mask].window or 50))
+    assert error(wider, serial(whole, of_both)) <= 5e-15
 
 
 @pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])

@@ -411,3 +411,38 @@ def test_after_a_new_start_the_optimizer_goes_on() -> None:
         hvd.shutdown()
         hvd.init(process_sets="dynamic")
     assert_as_alone(model, reference)
+
+
+def test_a_stateless_loop_is_that_of_one_process() -> None:
+    def train(model: Any, optimizer: Any, ranks: Sequence[int]) -> None:
+        optimizer.build(model.trainable_variables)
+        own = [variable.value.detach().clone() for variable in model.trainable_variables]
+        slots = [variable.value.detach().clone() for variable in optimizer.variables]
+        for x, y in zip(*[of_ranks(array, ranks) for array in data()], strict=True):
+            inputs = [value.detach().requires_grad_() for value in own]
+            outputs, _ = model.stateless_call(inputs, [], torch.as_tensor(x))
+            loss = keras.ops.mean(keras.ops.square(outputs - torch.as_tensor(y)))
+            gradients = torch.autograd.grad(loss, inputs)
+            with torch.no_grad():
+                own, slots = optimizer.stateless_apply(slots, gradients, [v.detach() for v in inputs])
+        for variable, value in zip(model.trainable_variables, own, strict=True):
+            variable.assign(value)
+
+    model, reference = model_of(), model_of()
+    train(model, hvd.DistributedOptimizer(sgd()), [hvd.rank()])
+    train(reference, sgd(), range(hvd.size()))
+    assert_as_alone(model, reference)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_compiled_train_step_is_that_of_one_process() -> None:
+    model, reference = model_of(), model_of()
+    for one, optimizer, ranks, is_compiled in (
+        (model, hvd.DistributedOptimizer(sgd()), [hvd.rank()], True),
+        (reference, sgd(), range(hvd.size()), False),
+    ):
+        one.compile(loss="mse", optimizer=optimizer, jit_compile=is_compiled)
+        x, y = (of_ranks(array, ranks) for array in data())
+        one.fit(x.reshape(-1, 8), y.reshape(-1, 2), batch_size=x.shape[1], shuffle=False, verbose=0)
+    assert_as_alone(model, reference)

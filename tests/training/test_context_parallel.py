@@ -1,0 +1,233 @@
+"""Runs whose sequences several ranks share: the serial run's numbers, samples and checkpoints."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.training import Run
+from tests.training.runs import (
+    SEQUENCE,
+    MakeConfig,
+    OfOneProcess,
+    course,
+    deviations,
+    half_of,
+    refused,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_serial,
+    trained,
+)
+
+MODEL = (
+    "model.hidden_size=16",
+    "model.layers=2",
+    "model.heads=8",
+    "model.kv_heads=2",
+    "model.ffn_size=32",
+    "train.sequence=24",
+    "train.steps=4",
+    "train.evaluate_every=2",
+    "optimizer.clip_norm=0.2",
+)
+"""Small; every gradient is clipped."""
+
+PACKED = "data.pack_documents=true"
+SHORT = "train.sequence=400"
+"""A sequence with several of the documents of the test's text, which have about 500 bytes."""
+
+
+def of_model(options: tuple[str, ...]) -> list[str]:
+    """Options that change what is computed, and not only where."""
+    same = ("model.", "train.global_batch", "train.sequence", "data.", "optimizer.name")
+    return [option for option in options if option.startswith(same)]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, ("mesh.cp=2",)),
+        (4, ("mesh.cp=4", "context_parallel.method=ring", "train.sequence=23")),
+        (4, ("mesh.cp=2", "optimizer.zero_stage=1", "context_parallel.method=ulysses")),
+        (
+            4,
+            (
+                "mesh.cp=2",
+                "optimizer.zero_stage=2",
+                "context_parallel.method=allgather",
+                "train.microbatch=1",
+            ),
+        ),
+        (4, ("mesh.cp=2", "optimizer.zero_stage=3", "train.recompute=full", "model.tie_embeddings=true")),
+        (4, ("mesh.cp=2", "mesh.tp=2", "context_parallel.keep=true", "train.recompute=selective")),
+        (4, ("mesh.cp=2", "mesh.tp=2", SEQUENCE, "optimizer.zero_stage=3", "optimizer.name=sgd")),
+        (4, ("mesh.cp=4", "context_parallel.method=ulysses+ring", "context_parallel.inner=2")),
+        (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1")),
+        # Some dp ranks have fewer sequences than others.
+        (6, ("mesh.cp=2", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
+        (2, ("mesh.cp=2", PACKED, SHORT)),
+        (4, ("mesh.cp=2", PACKED, SHORT, "context_parallel.method=ulysses", "optimizer.zero_stage=3")),
+        (4, ("mesh.cp=2", "mesh.tp=2", PACKED, SHORT, SEQUENCE)),
+        (4, ("mesh.cp=2", "mesh.pp=2", PACKED, SHORT, "train.microbatch=1")),
+    ],
+)
+def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
+) -> None:
+    alone, expected = of_one_process(*MODEL, *of_model(options))
+    together = config_of(*MODEL, *options, name="together")
+    # How many tokens a rank has depends on the documents, and the theory says nothing of tp and pp.
+    unknown = {None} if PACKED in options else set()
+    require_serial(together, trained(together, size), alone, expected, unknown)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_dropped_does_not_depend_on_the_ranks_of_a_sequence(
+    config_of: MakeConfig, of_one_process: OfOneProcess, recompute: str
+) -> None:
+    alone, _ = of_one_process(*MODEL, "model.dropout=0.2")
+    without, _ = of_one_process(*MODEL)
+    assert course(alone) != pytest.approx(course(without), abs=1e-3)
+    for cp, method in ((2, "exchange"), (2, "ulysses"), (4, "allgather")):
+        config = config_of(
+            *MODEL,
+            "model.dropout=0.2",
+            f"mesh.cp={cp}",
+            f"context_parallel.method={method}",
+            f"train.recompute={recompute}",
+            name=f"{method}-{cp}",
+        )
+        trained(config, cp)
+        assert course(config) == pytest.approx(course(alone), abs=1e-10)
+
+
+def test_ranks_of_a_sequence_read_the_same_samples_and_others_the_next(config_of: MakeConfig) -> None:
+    config = config_of(*MODEL, "mesh.cp=2", "train.global_batch=4")
+
+    def work(comm: Communicator) -> list[list[int]]:
+        tokens, _ = Run(config, comm).batches.training_batch(0)
+        return tokens.tolist()
+
+    first, second, third, fourth = run_loopback(4, work)
+    (whole,) = run_loopback(1, lambda comm: Run(config_of(*MODEL, "train.global_batch=4"), comm))
+    assert first == second
+    assert third == fourth
+    assert first + third == whole.batches.training_batch(0)[0].tolist()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, ("mesh.cp=2",)), (1, ())),
+        ((2, ("mesh.cp=2",)), (2, ("optimizer.zero_stage=3",))),
+        ((2, ("optimizer.zero_stage=2",)), (4, ("mesh.cp=2", "optimizer.zero_stage=3"))),
+        ((4, ("mesh.cp=2", "optimizer.zero_stage=3")), (4, ("mesh.cp=4", "context_parallel.method=ring"))),
+        ((4, ("mesh.cp=2", "mesh.tp=2")), (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1"))),
+    ],
+)
+def test_a_run_is_resumed_with_other_ranks_for_a_sequence(
+    config_of: MakeConfig,
+    of_one_process: OfOneProcess,
+    before: tuple[int, tuple[str, ...]],
+    after: tuple[int, tuple[str, ...]],
+) -> None:
+    whole, expected = of_one_process(*MODEL)
+    half_of(config_of(*MODEL, *before[1], name="parts"), before[0])
+    config = config_of(*MODEL, *after[1], name="parts")
+    found = deviations(require_resumed(config, after[0], whole, expected))
+    assert {nbytes for (_, name), nbytes in found.items() if name != "broadcast"} <= {0}, found
+
+
+def test_a_run_with_dropout_and_documents_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
+    told = (*MODEL, "mesh.cp=2", "model.dropout=0.2", PACKED, SHORT)
+    require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
+
+
+# --- what is said, and refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, ("mesh.cp=2",)),
+        (4, ("mesh.cp=4", "context_parallel.method=ulysses")),
+        (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1")),
+    ],
+)
+def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout: tuple[str, ...]) -> None:
+    told = (*MODEL, "output.sample_tokens=5", "train.steps=2")
+
+    def sample(name: str, size: int, *options: str) -> str:
+        consoles = [Console(file=io.StringIO(), width=200) for _ in range(size)]
+        config = config_of(*told, *options, name=name)
+        run_loopback(size, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+        said: str = consoles[0].file.getvalue()  # type: ignore[attr-defined]
+        return said.split("a sample:\n")[1].split("held-out loss")[0]
+
+    assert sample("together", size, *layout) == sample("alone", 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "kind", "message"),
+    [
+        (
+            4,
+            ("mesh.cp=4", "context_parallel.method=ulysses", "model.heads=6", "model.head_size=4"),
+            ConfigError,
+            "model.heads = 6 do not divide among 4 ranks that exchange heads (context_parallel.method = "
+            "'ulysses'); make it 4 or 8, set mesh.cp to 1 or 2 or 3 or 6, or take the method 'exchange'",
+        ),
+        (
+            4,
+            (
+                "mesh.cp=2",
+                "mesh.tp=2",
+                "context_parallel.method=ulysses",
+                "model.heads=6",
+                "model.head_size=4",
+            ),
+            ConfigError,
+            "model.heads = 6, of which each of mesh.tp = 2 ranks has 3, do not divide among 2 ranks that "
+            "exchange heads",
+        ),
+        (2, ("mesh.cp=2", "context_parallel.inner=2"), LayoutError, "inner=2 is for methods with two levels"),
+        (
+            4,
+            ("mesh.cp=2", "mesh.tp=2", SEQUENCE, "train.sequence=25"),
+            ConfigError,
+            "train.sequence = 25 does not divide among mesh.tp = 2 ranks",
+        ),
+        (4, ("mesh.cp=3",), LayoutError, "cp=3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_start_with_what_does(
+    config_of: MakeConfig, size: int, options: tuple[str, ...], kind: type[Exception], message: str
+) -> None:
+    config = config_of(*MODEL, *options)
+    assert message in refused(config, size, kind)
+    assert not config.output.directory.exists()
+
+
+# --- MPI ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [(), (PACKED, SHORT, "optimizer.zero_stage=3")])
+def test_over_mpi_it_is_the_run_of_one_process(
+    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    cp = next(degree for degree in (2, 3, 1) if world.size % degree == 0)
+    config = world.broadcast_object(config_of(*MODEL, *options, f"mesh.cp={cp}"))
+    expected = trained(config_of(*MODEL, *of_model(options), name="alone"))[0]
+    outcome = Run(config, world).train()
+    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
+    assert max(difference for difference, _ in found) < 1e-10
+    assert {nbytes for _, each in found for nbytes in each.values()} <= {0, None}, found
