@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.random_by_place import kept_by_place
 from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge, wide
+from hpcpar.context_parallel.mask import Span
 from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
 from hpcpar.context_parallel.travel import Travel, number_in, packed
 
@@ -68,6 +69,12 @@ class Call:
     keep: bool = False
     dropout: WeightDropout | None = None
 
+    @property
+    def begins_whole(self) -> bool:
+        """Whether the first task has all of this rank's queries and all of its own keys."""
+        tasks, tokens = self.plan.tasks[self.rank][self.rank], Span(0, self.plan.counts[self.rank])
+        return len(tasks) == 1 and tasks[0][:2] == (tokens, tokens)
+
     def blocks(self, owner: int, queries: Tensor) -> Iterator[tuple[Task, Block]]:
         """Yield the tasks of this rank's queries [B, A, N, D] with an owner's keys."""
         shares, mask = self.plan.shares, self.plan.mask
@@ -91,15 +98,19 @@ class Attention(Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
         sums = wide(queries.dtype)
-        # With the memory layout of queries, for what follows to need no copy of it.
-        out = torch.zeros_like(queries, dtype=sums)
-        lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
+        begins_whole = call.begins_whole
+        if not begins_whole:
+            # With the memory layout of queries, for what follows to need no copy of it.
+            out = torch.zeros_like(queries, dtype=sums)
+            lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
         travel, kept = call.travel(), []
         for owner, theirs in travel.keys(packed(keys, values)):
             for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
                 part = attend(queries[:, :, rows], theirs[..., columns, :], block)
-                if owner == call.rank:  # first, and once for each query
+                if owner == call.rank and begins_whole:
+                    out, lse = part[0].to(sums), part[1]
+                elif owner == call.rank:  # first, and once for each query
                     out[:, :, rows], lse[:, :, rows] = part
                 else:
                     merge(out[:, :, rows], lse[:, :, rows], *part)
@@ -119,11 +130,15 @@ class Attention(Function):
         call: Call = ctx.call
         travel = call.travel()
         sums = wide(queries.dtype)
-        of_queries = torch.zeros_like(queries, dtype=sums)
+        begins_whole = call.begins_whole
+        if not begins_whole:
+            of_queries = torch.zeros_like(queries, dtype=sums)
         fetched: Iterable[tuple[int, Tensor]]
         fetched = zip(ctx.owners, held, strict=True) if call.keep else travel.keys(packed(*held))
         for owner, theirs in fetched:
-            of_theirs = torch.zeros_like(theirs, dtype=sums)
+            is_begin = begins_whole and owner == call.rank
+            if not is_begin:
+                of_theirs = torch.zeros_like(theirs, dtype=sums)
             for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
                 parts = attend_backward(
@@ -133,6 +148,10 @@ class Attention(Function):
                     (out[:, :, rows], lse[:, :, rows]),
                     block,
                 )
+                if is_begin:
+                    of_queries = parts.queries.to(sums)
+                    of_theirs = torch.stack((parts.keys, parts.values)).to(sums)
+                    continue
                 of_queries[:, :, rows] += parts.queries
                 of_theirs[0][:, :, columns] += parts.keys
                 of_theirs[1][:, :, columns] += parts.values
