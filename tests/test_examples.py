@@ -46,6 +46,24 @@ def test_a_size_beyond_the_limit_fails_with_advice_and_fits_with_tensor_parallel
         assert said in shared.stdout
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits as Linux has them")
+def test_a_sequence_beyond_the_limit_trains_where_four_ranks_share_it(run_ranks: RunRanks) -> None:
+    # A rank with the whole sequence needs 270 MiB, one with a quarter of it 147 MiB.
+    example = str(ROOT / "examples" / "long_context.py")
+    alone = run_ranks(4, example, "--steps", "1")
+    assert alone.returncode != 0
+    assert "--sequence=4096 on --cp=1 ranks needs more than --memory-limit-gib=0.2" in alone.stderr
+    whole = run_ranks(1, example, "--steps", "2", "--memory-limit-gib", "0")
+    shared = run_ranks(4, example, "--steps", "2", "--cp", "4")
+    told = []
+    for done in (whole, shared):
+        assert done.returncode == 0, done.stderr
+        losses = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+        told.append([float(words[-1]) for words in losses])
+    assert len(told[0]) == 2
+    assert told[1] == pytest.approx(told[0], abs=2e-4)  # float32, printed with four digits
+
+
 def test_no_steps_are_refused_before_the_job_starts(run_ranks: RunRanks) -> None:
     done = run_ranks(1, EXAMPLE, *TINY, "--steps", "0")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`hpcpar draw ring --size 4`: the steps of a collective, as text; `draw pipeline`; `draw activations`."""
+"""`hpcpar draw ring --size 4`: the steps of a collective, as text; `pipeline`, `context`, `activations`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ COMMANDS: Commands = {
         "hpcpar.cli.draw_pipeline",
         "pipeline",
         "Pipeline schedules: proved, priced and drawn: `draw pipeline 1f1b`.",
+    ),
+    "context": (
+        "hpcpar.cli.draw_context",
+        "context",
+        "Context parallelism: who attends to what, and who sends what to whom.",
     ),
     "activations": (
         "hpcpar.cli.draw_activations",
@@ -35,7 +40,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
-    """Draw the steps of a collective, a pipeline's schedule, or the activations of a layer."""
+    """Draw a collective, a pipeline's schedule, context parallelism, or the activations of a layer."""
 
 
 @click.command()

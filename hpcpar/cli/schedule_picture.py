@@ -69,14 +69,14 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
     all_axes[-1].set_xlabel("seconds")
     _legend(figure, panels)
     if path.suffix == ".png":
-        _save_few_colours(figure, path)
+        save_few_colours(figure, path)
         return
     # Numbers as text, and with few fonts' names, else a large SVG has many times its bytes.
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "sans-serif"]}):
         figure.savefig(path, format=path.suffix[1:])  # a name without suffix is no PNG either
 
 
-def _save_few_colours(figure: Figure, path: Path) -> None:
+def save_few_colours(figure: Figure, path: Path) -> None:
     """Save as PNG with a palette of 64 colours, in a third of the bytes."""
     from PIL import Image
 

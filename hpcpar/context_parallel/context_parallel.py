@@ -93,7 +93,7 @@ class ContextParallel:
         self._travels = method.rpartition("+")[2]
         self.inner, self.outer = _levels(comm, method, inner)
         self.multiple, self.even = multiple, even
-        self.plan = lru_cache(PLANS)(self._plan)
+        self._plans = lru_cache(PLANS)(self._plan)
         self._masks: list[Mask] = []
 
     @contextmanager
@@ -112,9 +112,13 @@ class ContextParallel:
             raise LayoutError("no mask is in use; write `with cp.using(Mask(length)):` around this")
         return self._masks[-1]
 
+    def plan(self, mask: Mask, window: int | None = None) -> Plan:
+        """Return the plan of a mask, or of a layer with a window of its own; collective for a new one."""
+        return self._plans(mask, window)
+
     def spans(self) -> tuple[Spans, ...]:
         """Return the places in the sequence that each rank holds, ascending; collective for a new mask."""
-        plan, ranks, multiple = self.plan(self.mask, None), self.inner.size, self.multiple
+        plan, ranks, multiple = self.plan(self.mask), self.inner.size, self.multiple
         return tuple(
             part_of(share, Span(start * multiple, stop * multiple))
             for share, count in zip(plan.shares, plan.counts, strict=True)
@@ -227,7 +231,7 @@ class ContextParallel:
         if window is not None:  # of one layer, between others: the tokens stay where they are
             narrowed = replace(mask, window=min(window, mask.window or window))
             self._require_agreed(narrowed)
-            return Plan(narrowed, self.plan(mask, None).shares)
+            return Plan(narrowed, self.plan(mask).shares)
         self._require_agreed(mask)
         return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
 

@@ -28,6 +28,35 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
+def heads_of_ranks(size: int, queries: int, keys: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the heads of queries that each of `size` ranks computes, and those of keys and values for them.
+
+    errors   LayoutError for heads of queries that do not divide among the ranks
+    """
+    if queries % size:
+        fitting = [degree for degree in range(1, queries + 1) if queries % degree == 0]
+        raise LayoutError(
+            f"heads={queries} do not divide among the {size} ranks that exchange heads (Ulysses); "
+            f"degrees that fit: {', '.join(map(str, fitting))}"
+        )
+    served = queries // keys
+    of_queries = tuple(Span(*edges) for edges in bounds(queries, size))
+    return of_queries, tuple(Span(start // served, (stop - 1) // served + 1) for start, stop in of_queries)
+
+
+def heads_used(queries: Span, keys: Span, served: int) -> list[int]:
+    """Return the heads of keys, by their number among this rank's, that its attention is given.
+
+    Each once, if as many heads of queries share each of them in order; else one for each head of queries.
+    """
+    owners = [head // served - keys.start for head in range(*queries)]
+    if queries.length % keys.length == 0 and owners == [
+        place * keys.length // queries.length for place in range(queries.length)
+    ]:
+        return list(range(keys.length))
+    return owners
+
+
 @dataclass(frozen=True)
 class HeadExchange:
     """Ranks that share heads between them.
@@ -39,22 +68,8 @@ class HeadExchange:
     counts: tuple[int, ...]
 
     def heads(self, queries: int, keys: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return each rank's heads of queries, and of keys and values.
-
-        errors   LayoutError for heads of queries that do not divide among the ranks
-        """
-        size = self.comm.size
-        if queries % size:
-            fitting = [degree for degree in range(1, queries + 1) if queries % degree == 0]
-            raise LayoutError(
-                f"heads={queries} do not divide among the {size} ranks that exchange heads (Ulysses); "
-                f"degrees that fit: {', '.join(map(str, fitting))}"
-            )
-        served = queries // keys
-        of_queries = tuple(Span(*edges) for edges in bounds(queries, size))
-        return of_queries, tuple(
-            Span(start // served, (stop - 1) // served + 1) for start, stop in of_queries
-        )
+        """Return `heads_of_ranks` of these ranks."""
+        return heads_of_ranks(self.comm.size, queries, keys)
 
     def all_tokens(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tokens of this rank's heads; collective, and so is its backward."""
@@ -63,12 +78,8 @@ class HeadExchange:
         all_queries, all_keys, all_values = _AllTokens.apply(  # type: ignore[no-untyped-call]
             self, (of_queries, of_keys, of_keys), queries, keys, values
         )
-        served = queries.shape[1] // keys.shape[1]
-        owners = [head // served - mine[1].start for head in range(*mine[0])]
-        # Query heads h·A/K … of one key-value head, as attention assumes, unless a rank begins amid such.
-        if owners != [place * mine[1].length // mine[0].length for place in range(mine[0].length)] or (
-            mine[0].length % mine[1].length
-        ):
+        owners = heads_used(*mine, queries.shape[1] // keys.shape[1])
+        if owners != list(range(mine[1].length)):
             all_keys, all_values = all_keys[:, owners], all_values[:, owners]
         return all_queries, all_keys, all_values
 

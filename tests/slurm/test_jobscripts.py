@@ -178,6 +178,12 @@ def test_zero_3_across_nodes_and_tensor_parallelism_within_them(submit: Submit) 
     assert "crosses" not in job.output  # no warning that layers are divided over nodes
 
 
+def test_ranks_of_a_node_share_each_sequence(submit: Submit) -> None:
+    job = submit.trained("context", "--ntasks-per-node=2", words=("mesh.cp=2", "data.pack_documents=true"))
+    assert "ranks: 4 (dp=2 x cp=2)" in job.output
+    assert "crosses" not in job.output  # no warning that sequences are divided over nodes
+
+
 def test_all_three_axes(submit: Submit) -> None:
     job = submit.trained("3d")
     assert "ranks: 8 (pp=2 x dp=2 x tp=2)" in job.output

@@ -1,0 +1,99 @@
+"""Values that each rank sends to each other for a layer's attention, by method. Integers only.
+
+Rank r of c is number r % inner of those that exchange heads, and number r // inner of those that exchange
+keys: the plan is of the latter. An all-gather and a reduce-scatter are counted as those around a ring, which
+send as many values as any that send nothing twice.
+
+    sent[0][1]    values that rank 0 sends to rank 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hpcpar.context_parallel.head_exchange import heads_of_ranks, heads_used
+from hpcpar.context_parallel.plan import (
+    Move,
+    Plan,
+    exchange_moves,
+    exchange_returns,
+    ring_moves,
+    ring_returns,
+)
+from hpcpar.partition import counts
+
+Sent = tuple[tuple[int, ...], ...]
+
+
+class Heads(NamedTuple):
+    """Heads of queries, of keys and values, and the size of each."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+class Traffic(NamedTuple):
+    """Values from each rank to each other, in forward and in backward, for one sequence."""
+
+    forward: Sent
+    backward: Sent
+
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """Values that each rank sends in forward and backward."""
+        return tuple(sum(there) + sum(back) for there, back in zip(*self, strict=True))
+
+
+def moves_of(plan: Plan, method: str) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    """Return the messages of keys, and of their gradients on the way home."""
+    if method.endswith("exchange"):
+        return exchange_moves(plan), exchange_returns(plan)
+    return ring_moves(plan), ring_returns(plan)
+
+
+def traffic(plan: Plan, method: str, heads: Heads, *, inner: int = 1, keep: bool = False) -> Traffic:
+    """Count the values that travel for a sequence's attention, forward and backward.
+
+    inner   ranks that exchange heads: all of them for "ulysses"
+    keep    other ranks' keys are kept for backward, and not fetched again
+    errors  LayoutError for heads that do not divide among `inner` ranks
+    """
+    of_queries, of_keys = heads_of_ranks(inner, heads.queries, heads.keys)
+    served = heads.queries // heads.keys
+    used = [len(heads_used(*own, served)) for own in zip(of_queries, of_keys, strict=True)]
+    tokens = [count for whole in plan.counts for count in counts(whole, inner)]
+    moves, returns = moves_of(plan, method)
+
+    def keys(messages: Sequence[Move], sender: int, receiver: int) -> int:
+        if sender % inner != receiver % inner:
+            return 0
+        pair = sender // inner, receiver // inner
+        length = sum(move.length for move in messages if (move.sender, move.receiver) == pair)
+        return 2 * length * used[sender % inner] * heads.size
+
+    def exchanged(holder: int, owner: int, keys_and_values: int) -> int:
+        """Values of the holder's tokens in the owner's heads: of queries, and so many of its keys'."""
+        if holder == owner or holder // inner != owner // inner:
+            return 0
+        own = owner % inner
+        count = of_queries[own].length + keys_and_values * of_keys[own].length
+        return count * tokens[holder] * heads.size
+
+    # Queries, keys and values leave their holder, the output comes back to it; backward is the mirror image.
+    def forward(sender: int, receiver: int) -> int:
+        there, back = exchanged(sender, receiver, 2), exchanged(receiver, sender, 0)
+        return there + back + keys(moves, sender, receiver)
+
+    def backward(sender: int, receiver: int) -> int:
+        there, back = exchanged(sender, receiver, 0), exchanged(receiver, sender, 2)
+        again = 0 if keep else keys(moves, sender, receiver)
+        return there + back + again + keys(returns, sender, receiver)
+
+    size = plan.size * inner
+    return Traffic(_matrix(size, forward), _matrix(size, backward))
+
+
+def _matrix(size: int, sent: Callable[[int, int], int]) -> Sent:
+    return tuple(tuple(sent(sender, receiver) for receiver in range(size)) for sender in range(size))
