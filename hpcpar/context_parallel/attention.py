@@ -71,7 +71,7 @@ class Call:
 
     @property
     def begins_whole(self) -> bool:
-        """Whether the first task has all of this rank's queries and all of its own keys."""
+        """True if the first task has all of this rank's queries and all of its own keys."""
         tasks, tokens = self.plan.tasks[self.rank][self.rank], Span(0, self.plan.counts[self.rank])
         return len(tasks) == 1 and tasks[0][:2] == (tokens, tokens)
 
