@@ -29,6 +29,7 @@ BLOCK = re.compile(r"^# --- site: .*?^# -{60,}\n", re.DOTALL | re.MULTILINE)
 TRAINING = {
     "3d": (2, 2, 1),
     "container": (1, 1, 1),
+    "context": (1, 1, 1),
     "flux-many-nodes": (1, 1, 1),
     "flux-single-node": (1, 1, 0),
     "fsdp-tp": (1, 4, 3),
