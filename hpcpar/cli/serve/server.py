@@ -42,7 +42,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, the name of its model, and the key that it asks for, if any."""
+    """The address of a server, the name of its model, and the key that it asks for, if any."""
 
     host: str
     port: int
