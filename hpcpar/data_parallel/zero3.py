@@ -26,9 +26,11 @@ from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnshardStats, octets
+from hpcpar.data_parallel.guards import refuse_shared_experts
 from hpcpar.data_parallel.initial_values import InitialValues, Values
-from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, agree_on_parameters, layout_of
+from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
@@ -60,7 +62,7 @@ class FullyShardedState:
     def __init__(
         self,
         units: list[FsdpUnit],
-        dp_comm: Communicator,
+        comms: ReplicaComms,
         stats: UnshardStats,
         *,
         precision: Precision | None,
@@ -68,7 +70,8 @@ class FullyShardedState:
         node_shared: NodeSharedParameters | None,
     ) -> None:
         self.units = units
-        self.dp_comm = dp_comm
+        self.dp_comm = comms.dp_comm
+        self.comms = comms
         self.precision = precision
         self.node_shared = node_shared
         self.unshard_stats = stats
@@ -93,19 +96,19 @@ class FullyShardedState:
         self.layouts: list[Layout] = [numbered[number][1] for number in range(len(numbered))]
         self.names = [info_of(parameter).name for parameter in self.parameters]
         # A communicator of their own: ranks need not come to a gather and to a gradient in the same order.
-        self._loan = dp_comm.lend("gradients")
+        self._loan = comms.lend("gradients")
         self.gradients = ShardedGradients(
             self.names,
             self.parameters,
             [block.bucket for block in self.blocks],
-            self._loan.comm,
+            self._loan,
             dtype=None if precision is None else precision.reduction,
             layouts=self.layouts,
             replicated=False,
         )
         self._schedule = UnshardSchedule(
             units,
-            dp_comm,
+            self.dp_comm,
             self.gradients,
             {group.block.bucket: unit for unit, group in trainable},
             prefetch=prefetch,
@@ -256,7 +259,7 @@ class FullyShardedState:
             for group in unit.groups:
                 bucket = group.block.bucket
                 total += times * collective_nbytes(
-                    self.dp_comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
+                    self.comms.of(bucket.replicas), "allgather", bucket.nbytes, dtype=dtype_of(bucket)
                 )
         return {"allgather": total}
 
@@ -312,9 +315,11 @@ def fully_shard(
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
-    agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)
+    comms = ReplicaComms(dp_comm, model.parameters())
+    refuse_shared_experts(comms, shared_parameters=shared_parameters)
+    comms.agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters])
     _agree_on_units(plans, prefetch, precision, dp_comm)
-    source = InitialValues(model, dp_comm, values)
+    source = InitialValues(model, comms, values)
     numbers = {
         id(parameter): number
         for number, parameter in enumerate(
@@ -324,13 +329,13 @@ def fully_shard(
     node_shared = NodeSharedParameters(dp_comm) if shared_parameters else None
     units, stats = [], UnshardStats()
     for plan in plans:
-        groups = shard_unit(plan, numbers, dp_comm, source, precision, device, node_shared)
-        units.append(FsdpUnit(plan, groups, dp_comm, stats, node_shared=node_shared))
+        groups = shard_unit(plan, numbers, comms, source, precision, device, node_shared)
+        units.append(FsdpUnit(plan, groups, comms, stats, node_shared=node_shared))
     source.fill_buffers(device)
     for unit in units:
         unit.publish_shards()
     sharding = FullyShardedState(
-        units, dp_comm, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
+        units, comms, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
     )
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
