@@ -337,7 +337,8 @@ class Mesh:
     Mesh(world, Layout(pp=2, tp=2))     or a mapping of degrees, as from a config
 
     `mesh.tp` joins the ranks that differ from this one along tp alone, and so do `mesh.pp`, `dp`, `cp`, `ep`,
-    `edp` and `etp`; `mesh.comm("dp", "cp")` joins those that differ along dp or cp; `mesh.world` joins all of them.
+    `edp` and `etp`; `mesh.comm("dp", "cp")` joins those that differ along dp or cp; `mesh.world` joins all of
+    them.
     An axis of degree 1 has a one-rank communicator, which does nothing, correctly.
 
     Making a mesh is collective over `comm`.

@@ -96,8 +96,8 @@ def refuse_shared_experts(comms: ReplicaComms, *, shared_parameters: bool) -> No
     """OperationError for parameters that a node's ranks share and do not all have."""
     if shared_parameters and not comms.is_one:
         raise OperationError(
-            "shared_parameters=True was asked for a model whose experts are spread over ranks, so that those of "
-            "a node have different ones; leave it out, or give every rank all experts (ep = 1)"
+            "shared_parameters=True was asked for a model whose experts are spread over ranks, which then do "
+            "not all have the same; leave it out, or give every rank all experts (ep = 1)"
         )
 
 

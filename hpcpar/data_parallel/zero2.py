@@ -14,7 +14,6 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,6 @@ from hpcpar.data_parallel.parameters import Layout, layout_of
 from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.staging import BucketInFlight, StagingBuffer, allocate_staging
 from hpcpar.errors import GradientOrderError, OperationError
-
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

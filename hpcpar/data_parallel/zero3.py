@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
-from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnshardStats, octets
+from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
 from hpcpar.data_parallel.guards import refuse_shared_experts
 from hpcpar.data_parallel.initial_values import InitialValues, Values
 from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
@@ -229,22 +229,33 @@ class FullyShardedState:
     def _write_back(self) -> None:
         """Keep what was written to summoned parameters. Collective; OperationError where ranks differ."""
         groups = [group for unit in self.units for group in unit.groups]
-        prints = [zlib.crc32(octets(each.flat.cpu()).data) for each in groups]
-        told = self.dp_comm.allgather_object(prints)
-        for number, each in enumerate(groups):
-            if any(prints[number] != told[0][number] for prints in told):
-                few: list[Any] = each.parameters[:3]
-                names = ", ".join(info_of(parameter).name for parameter in few)
-                raise OperationError(
-                    "inside summon_full_parameters() ranks wrote different values to parameters of which "
-                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
-                    "kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
-                )
+        differing = [name for replicas in self.comms for name in self._differing(groups, replicas)]
+        if not self.comms.is_one:  # experts may differ on a few ranks
+            differing = [name for names in self.dp_comm.allgather_object(differing) for name in names]
+        if differing:
+            raise OperationError(
+                "inside summon_full_parameters() ranks wrote different values to parameters of which "
+                f"each keeps a shard ({', '.join(differing[:3])}{', …' if len(differing) > 3 else ''}); "
+                "nothing was kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
+            )
         for each in groups:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]
             if not torch.equal(own, new):
                 own.copy_(new)
                 self.writes += 1
+
+    def _differing(self, groups: Sequence[UnitParamGroup], replicas: Hashable) -> list[str]:
+        """Return the parameters of groups that have other values on some ranks with copies. Collective."""
+        shared = [each for each in groups if each.block.bucket.replicas is replicas]
+        told = self.comms.of(replicas).allgather_object(
+            [zlib.crc32(octets(each.flat.cpu()).data) for each in shared]
+        )
+        return [
+            info_of(parameter).name
+            for number, each in enumerate(shared)
+            if any(prints[number] != told[0][number] for prints in told)
+            for parameter in each.parameters
+        ]
 
     def expected_traffic(self, forwards: int, backwards: int) -> dict[str, int]:
         """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
