@@ -234,10 +234,9 @@ class FullyShardedState:
             differing = [name for names in self.dp_comm.allgather_object(differing) for name in names]
         if differing:
             raise OperationError(
-                "inside summon_full_parameters() ranks wrote different values to parameters of which "
-                f"each keeps a shard ({', '.join(differing[:3])}{', …' if len(differing) > 3 else ''}); "
-                "nothing was kept. Write the same on every rank, or pass write_back=False to write for its own "
-                "eyes"
+                "inside summon_full_parameters() ranks wrote different values to parameters of which each "
+                f"keeps a shard ({', '.join(differing[:3])}{', …' if len(differing) > 3 else ''}); nothing "
+                "was kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
             )
         for each in groups:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]
