@@ -110,7 +110,8 @@ class ExpertParallel:
         hidden      [T, H] this rank's tokens; T may differ among ranks, and be 0
         experts     [T, k] int64, numbers below `count`
         weights     [T, k] by which a token's outputs are multiplied; in the wider of both types
-        compute     (rows [R, H], rows of each own expert) -> [R, H]; rows are sorted by (expert, position)
+        compute     (rows [R, H], rows of each own expert) -> [R, H]; rows are sorted by (expert, position).
+                    Not called on a rank without experts
         kept        [T, k] bool: False for what does not travel, and counts as zero; None: all
         positions   [T] int64, global place of each token; None: the ranks' tokens follow each other
         meanwhile   computed while rows travel, as a shared expert is; what it returns [T, H] is added
@@ -128,7 +129,7 @@ class ExpertParallel:
         shared = None if meanwhile is None else meanwhile()
         for number, (half, trip) in enumerate(zip(halves, trips, strict=True)):
             rows, joint = Arrive.apply(joints[number], trip)  # type: ignore[no-untyped-call]
-            outputs = compute(rows, trip.route.counts).to(rows.dtype)
+            outputs = compute(rows, trip.route.counts).to(rows.dtype) if self.own else rows
             if outputs.shape != rows.shape:
                 raise OperationError(
                     f"compute was given rows {list(rows.shape)} and returned {list(outputs.shape)}; it must "
