@@ -247,7 +247,7 @@ class ExpertParallel:
             return f"kept {list(kept.shape)} of {kept.dtype} was given; it must be [T, k] of bool"
         if positions is not None and (positions.shape != (tokens,) or positions.dtype != torch.int64):
             return (
-                f"positions {list(positions.shape)} of {positions.dtype} were given; they must be [T], int64"
+                f"positions {list(positions.shape)} of {positions.dtype} were given; they must be [T] int64"
             )
         for what, numbers, limit in (("experts", experts, self.count), ("positions", positions, POSITIONS)):
             if numbers is not None and numbers.numel():
