@@ -337,5 +337,5 @@ def require_all_experts(tensors: Iterable[Tensor], comm: Communicator) -> None:
             if not {*spread.world_ranks} <= {*comm.world_ranks}:
                 raise CheckpointError(
                     f"experts are spread over the {spread.size} ranks of {spread.name!r}, but were to be "
-                    f"saved by the {comm.size} of {comm.name!r}; pass the communicator of all ranks of the run"
+                    f"saved by the {comm.size} of {comm.name!r}; pass the communicator of all of the run"
                 )
