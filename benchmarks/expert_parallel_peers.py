@@ -10,11 +10,11 @@
                                                                           experts, over gloo
     Solo        no communication      as many as a rank has, no others    they stay
 
-All have the same Llama, tokens and routing. Megatron-Core is for GPUs; here its MoELayer runs on the CPU, with
-stand-ins for the CUDA streams that it asks for. Its grouped products need CUDA, so it computes one expert after
-the other (SequentialMLP), as hpcpar does.
+All have the same Llama, tokens and routing. Megatron-Core is for GPUs; here its MoELayer runs on the CPU,
+with stand-ins for the CUDA streams that it asks for. Its grouped products need CUDA, so it computes one
+expert after the other (SequentialMLP), as hpcpar does.
 
-source   Megatron-Core, github.com/NVIDIA/Megatron-LM; DeepSpeed-MoE, Rajbhandari et al. 2022, arXiv 2201.05596
+source   Megatron-Core, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2022, arXiv 2201.05596 (DeepSpeed)
 """
 
 from __future__ import annotations

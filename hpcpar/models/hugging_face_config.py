@@ -99,33 +99,29 @@ def model_type(sizes: LlamaConfig) -> str:
 
 
 def _require_fitting(kind: str, sizes: LlamaConfig, experts: Experts) -> None:
-    needed: dict[str, Any] = {}
+    """ConfigError unless a model of this type computes such a mixture."""
+    wanted: dict[str, Any] = {}
     if kind == "glm4_moe":
         if not experts.shared_ffn_size or experts.shared_ffn_size % experts.ffn_size:
-            needed["experts.shared_ffn_size"] = f"a multiple of experts.ffn_size={experts.ffn_size}"
+            wanted["shared_ffn_size"] = f"a multiple of experts.ffn_size={experts.ffn_size}"
     else:
-        plain = Experts(experts.count, experts.per_token, experts.ffn_size)
-        for name in ("shared_ffn_size", "scale", "groups_per_token", "bias_rate"):
-            if getattr(experts, name) != getattr(plain, name) and not (
-                name == "groups_per_token" and experts.groups_per_token == experts.groups
-            ):
-                needed[f"experts.{name}"] = getattr(plain, name)
-        if kind != "qwen3_moe" and experts.first_dense:
-            needed["experts.first_dense"] = 0
-        if kind == "mixtral" and not experts.renormalise:
-            needed["experts.renormalise"] = True
+        wanted |= {"shared_ffn_size": 0, "scale": 1.0, "groups_per_token": experts.groups, "bias_rate": 0.0}
+        if kind != "qwen3_moe":
+            wanted["first_dense"] = 0
+        if kind == "mixtral":
+            wanted["renormalise"] = True
+    unfit = [
+        f"experts.{name}={getattr(experts, name)!r}, where it has {value}"
+        for name, value in wanted.items()
+        if getattr(experts, name) != value
+    ]
     if kind == "olmoe" and sizes.head_width * sizes.heads != sizes.hidden_size:
-        needed["head_size"] = "hidden_size / heads"
-    if needed:
-        told = ", ".join(f"{name}={_value(sizes, name)!r}, where it has {value}" for name, value in needed.items())
+        unfit.append(f"head_size={sizes.head_width}, where it has hidden_size / heads")
+    if unfit:
         raise ConfigError(
             f"transformers has no model with this mixture: the nearest is {ARCHITECTURES[kind]}, but here is "
-            f"{told}"
+            f"{', '.join(unfit)}"
         )
-
-
-def _value(sizes: LlamaConfig, name: str) -> Any:
-    return getattr(sizes.experts, name.removeprefix("experts."), None) or getattr(sizes, name, 0)
 
 
 def _of_experts(kind: str, sizes: LlamaConfig, experts: Experts) -> dict[str, Any]:
@@ -174,9 +170,9 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
     kind = config.get("model_type")
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):
         raise ConfigError(
-            f"a model of the type {kind!r} has multi-head latent attention, which makes keys and values of one "
-            "latent vector, and hpcpar's attention has heads of keys and values. Its mixture of experts is "
-            "here: take the preset deepseek-v3-mixture, or a glm4_moe, which has both"
+            f"a model of the type {kind!r} has multi-head latent attention, which makes keys and values of "
+            "one latent vector, and hpcpar's attention has heads of keys and values. Its mixture of experts "
+            "is here: take the preset deepseek-v3-mixture, or a glm4_moe, which has both"
         )
     if kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")

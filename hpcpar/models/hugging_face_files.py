@@ -6,8 +6,8 @@
 A rank opens the files of those parameters alone that it has: its stage's layers, its own experts. Names are
 ours but for Mixtral's experts:
 
-    model.layers.N.mlp.gate                                model.layers.N.block_sparse_moe.gate
-    model.layers.N.mlp.experts.E.{gate,up,down}_proj       model.layers.N.block_sparse_moe.experts.E.{w1,w3,w2}
+    …layers.N.mlp.gate                              …layers.N.block_sparse_moe.gate
+    …layers.N.mlp.experts.E.{gate,up,down}_proj     …layers.N.block_sparse_moe.experts.E.{w1,w3,w2}
 
 The library `transformers` is not needed here.
 """
@@ -119,8 +119,8 @@ def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: s
             _require_same_model(mine, found, directory, f"{field.name}.")
         elif field.name not in OF_TRAINING and mine != found:
             raise ConfigError(
-                f"the model has {prefix}{field.name}={mine!r}, and {directory} has {found!r}; make it with the "
-                "sizes of read_sizes"
+                f"the model has {prefix}{field.name}={mine!r}, and {directory} has {found!r}; make it with "
+                "the sizes of read_sizes"
             )
 
 
@@ -185,6 +185,6 @@ def _require_complete(wanted: set[str], found: set[str], layers: int, directory:
 
 
 def _is_not_needed(name: str, layers: int) -> bool:
-    """True for what older files have as well, and for layers behind the last, which predict further tokens."""
+    """True for what older files have as well, and for layers behind the last (multi-token prediction)."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= layers)
