@@ -21,7 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.random_by_place import kept_by_place
-from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge, wide
+from hpcpar.context_parallel.block import Block, wide
+from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.mask import Span
 from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
 from hpcpar.context_parallel.travel import Travel, number_in, packed

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from hpcpar.context_parallel.attention import Attention, Call, WeightDropout, places_in
+from hpcpar.context_parallel.block import wide
 from hpcpar.context_parallel.head_exchange import HeadExchange
-from hpcpar.context_parallel.kernel import wide
 from hpcpar.context_parallel.mask import Mask, Span
 from hpcpar.context_parallel.plan import (
     Plan,
@@ -247,8 +247,8 @@ class ContextParallel:
     def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> None:
         count = self._counts(plan)[self.inner.rank]
         shapes = [list(tensor.shape) for tensor in (queries, keys, values)]
-        fits = all(len(shape) == 4 and shape[2] == count for shape in shapes)
-        if not fits or shapes[0][1] % shapes[1][1] or shapes[1][:3] != shapes[2][:3]:
+        fits = all(len(shape) == 4 and shape[2:] == [count, shapes[0][-1]] for shape in shapes)
+        if not fits or shapes[0][1] % shapes[1][1] or shapes[1] != shapes[2]:
             raise MismatchError(
                 f"rank {self.comm.rank}: queries, keys and values of shapes {shapes}; they must be "
                 f"[B, A, {count}, D] and [B, K, {count}, D] with A a multiple of K, as this rank holds "

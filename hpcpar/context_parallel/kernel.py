@@ -10,42 +10,37 @@ A block's gradients are right if backward gets the merged out and lse of all blo
 lse'), and the sum of P · dP over all keys is dO · out' (Dao et al. 2022, FlashAttention, arXiv 2205.14135,
 appendix B).
 
-torch's fused kernel for CPUs is used where it can be; a row whose keys are all masked has lse 0 there, which
-is made -inf. The plain form takes the rest: other devices, values of another head size, dropout.
+torch's fused kernels are used where they can be: for CPUs here, for CUDA in `fused_cuda.py`. A row whose keys
+are all masked has lse 0 in the one for CPUs, which is made -inf. The plain form takes the rest: dropout of
+attention weights, float64 on GPUs, old GPUs, AMD's, other devices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from hpcpar.context_parallel.block import Block, Gradients, wide
+from hpcpar.context_parallel.fused_cuda import (
+    efficient,
+    efficient_backward,
+    flash,
+    flash_backward,
+    fused_kernel,
+)
+
+_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FOR_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Gradients(NamedTuple):
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
+class Kernel(NamedTuple):
+    """Attention of a block and its backward, with the arguments of `attend` and of `attend_backward`."""
 
-
-@dataclass(frozen=True)
-class Block:
-    """A block of attention besides its tensors.
-
-    scale     of the scores
-    causal    query i sees the first i + 1 keys; both have the same number
-    allowed   [N, M], True where query and key attend; None: everywhere
-    weights   [B, A, N, M], what each attention weight is multiplied by after the softmax (dropout); None: 1
-    """
-
-    scale: float
-    causal: bool = False
-    allowed: Tensor | None = None
-    weights: Tensor | None = None
+    forward: Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Block], Gradients]
 
 
 def attend(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -53,15 +48,7 @@ def attend(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, 
 
     queries [B, A, N, D], keys and values [2, B, K, M, D] with A a multiple of K; N and M at least 1
     """
-    keys, values = keys_values
-    if not _is_fused(queries, values, block):
-        return _plain(queries, keys, values, block)
-    out, lse = _FUSED(
-        queries, keys, values, 0.0, block.causal, attn_mask=_additive(block, queries.dtype), scale=block.scale
-    )
-    if block.allowed is not None:
-        lse.masked_fill_(~block.allowed.any(-1), -torch.inf)
-    return out, lse
+    return kernel_for(queries, keys_values, block).forward(queries, keys_values, block)
 
 
 def attend_backward(
@@ -71,15 +58,21 @@ def attend_backward(
 
     gradient, out   [B, A, N, D], in the queries' type
     """
-    (keys, values), (out, lse) = keys_values, merged
-    if not _is_fused(queries, values, block):
-        return _plain_backward(gradient, queries, keys_values, merged, block)
-    mask = _additive(block, queries.dtype)
-    return Gradients(
-        *_FUSED_BACKWARD(
-            gradient, queries, keys, values, out, lse, 0.0, block.causal, attn_mask=mask, scale=block.scale
-        )
-    )
+    return kernel_for(queries, keys_values, block).backward(gradient, queries, keys_values, merged, block)
+
+
+def kernel_for(queries: Tensor, keys_values: Tensor, block: Block) -> Kernel:
+    """Return the kernel that computes this block."""
+    if block.weights is not None:
+        return PLAIN
+    device = queries.device
+    if device.type == "cpu":
+        return FOR_CPU
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        name = fused_kernel(queries.dtype, queries.shape[-1], block.allowed is not None, capability)
+        return FOR_CUDA[name] if name else PLAIN
+    return PLAIN
 
 
 def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> None:
@@ -95,14 +88,20 @@ def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> N
     lse.copy_(merged)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which blocks are summed: float64 for such, float32 for any other."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _for_cpu(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    mask = _additive(block, queries.dtype)
+    out, lse = _FOR_CPU(queries, *keys_values, 0.0, block.causal, attn_mask=mask, scale=block.scale)
+    if block.allowed is not None:
+        lse.masked_fill_(~block.allowed.any(-1), -torch.inf)
+    return out, lse
 
 
-def _is_fused(queries: Tensor, values: Tensor, block: Block) -> bool:
-    same = queries.shape[-1] == values.shape[-1]
-    return queries.device.type == "cpu" and same and block.weights is None
+def _for_cpu_backward(
+    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+) -> Gradients:
+    inputs = (gradient, queries, *keys_values, *merged)
+    mask = _additive(block, queries.dtype)
+    return Gradients(*_FOR_CPU_BACKWARD(*inputs, 0.0, block.causal, attn_mask=mask, scale=block.scale))
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
@@ -124,7 +123,8 @@ def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
     return scores
 
 
-def _plain(queries: Tensor, keys: Tensor, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _plain(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    keys, values = keys_values
     scores = _scores(queries, keys, block)
     lse = scores.logsumexp(-1)
     # A row without keys: its scores are all -inf, from which -inf is not to be taken.
@@ -153,3 +153,10 @@ def _plain_backward(
     of_queries = (of_scores @ keys.to(of_scores.dtype).unsqueeze(2)).flatten(1, 2)
     of_keys = (of_scores.transpose(-1, -2) @ torch.unflatten(queries.to(of_scores.dtype), 1, groups)).sum(2)
     return Gradients(of_queries.to(queries.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype))
+
+
+PLAIN = Kernel(_plain, _plain_backward)
+
+FOR_CPU = Kernel(_for_cpu, _for_cpu_backward)
+
+FOR_CUDA = {"flash": Kernel(flash, flash_backward), "efficient": Kernel(efficient, efficient_backward)}

@@ -6,6 +6,8 @@ whatever random numbers the process drew before.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,12 @@ from hpcpar.seeds import parameter_seed
 from hpcpar.tensor_parallel import own_shard
 
 
+@lru_cache(maxsize=4)
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Look the table up once for a model, not once for a parameter: experts make it long."""
+    return config.shapes()
+
+
 def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
     """Return the whole initial tensor of one parameter, float32 on the CPU.
 
@@ -22,7 +30,7 @@ def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:
     writes to the residual stream, so that the stream's variance does not grow with depth
     (Radford et al. 2019, section 2.3).
     """
-    shape = config.shapes()[name]
+    shape = _shapes(config)[name]
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     std = config.initial_std

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -85,6 +85,8 @@ class Layers:
     sequence_multiple   sequences must be a multiple of it
     places              gives the places of this rank's tokens in their sequence, for dropout; None: by stream
     context             ranks that share each sequence; None: each has whole sequences
+    experts             ExpertParallel: ranks among which experts are divided; None: each has all of them
+    expert_column_linear, expert_row_linear   an expert's gate and up, and its down
     """
 
     column_linear: LinearFactory = Linear
@@ -102,3 +104,6 @@ class Layers:
     sequence_multiple: int = 1
     places: Callable[[], Tensor] | None = None
     context: ContextParallel | None = None
+    experts: Any = None
+    expert_column_linear: LinearFactory = Linear
+    expert_row_linear: LinearFactory = Linear

@@ -5,7 +5,7 @@ D head size, V vocabulary. A, K, F and V are those of this rank when its layers 
 
     tokens [B, S] -> embed_tokens -> [B, S, H]
       x = x + self_attn(input_layernorm(x))                 \\  layers
-      x = x + mlp(post_attention_layernorm(x))              /
+      x = x + mlp(post_attention_layernorm(x))              /   mlp: feed-forward or mixture of experts
     norm -> lm_head -> logits [B, S, V]
 
 A `Part` of it begins and ends between any two of its layers: a pipeline stage.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpcpar.autograd import Recompute, recompute
 from hpcpar.context_parallel import Mask
@@ -26,6 +25,7 @@ from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models.initialise import initial_value, initialise
 from hpcpar.models.layers import Layers
 from hpcpar.models.loss import Reduction
+from hpcpar.models.mixture import FeedForward, MixtureOfExperts
 from hpcpar.models.rotary import rotary_tables, rotate
 from hpcpar.planner.shapes import LlamaConfig, Part, RecomputeMode
 from hpcpar.tensor_parallel import Dropout, Stream, own_shard
@@ -78,35 +78,19 @@ class SelfAttention(nn.Module):
         return projected.view(*projected.shape[:-1], heads, self.head_size)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv 2002.05202)."""
-
-    def __init__(self, config: LlamaConfig, layers: Layers) -> None:
-        super().__init__()
-        self.gate_proj = layers.column_linear(config.hidden_size, config.ffn_width)
-        self.up_proj = layers.column_linear(config.hidden_size, config.ffn_width)
-        self.down_proj = layers.row_linear(config.ffn_width, config.hidden_size)
-        self._project = layers.project
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]"""
-        gate, up = self._project((self.gate_proj, self.up_proj), hidden)
-        output: Tensor = self.down_proj(functional.silu(gate) * up)
-        return output
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream.
 
-    mode   activations recomputed in backward
+    number   in the whole model, from 0
+    mode     activations recomputed in backward
     """
 
-    def __init__(self, config: LlamaConfig, layers: Layers, mode: RecomputeMode) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers, number: int, mode: RecomputeMode) -> None:
         super().__init__()
         self.input_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
         self.self_attn = SelfAttention(config, layers, selective=mode == "selective")
         self.post_attention_layernorm = layers.norm(config.hidden_size, config.norm_epsilon)
-        self.mlp = FeedForward(config, layers)
+        self.mlp = _feed_forward(config, layers, number)
         self.dropout = _dropout(config, layers, layers.residual_stream)
         self.mode = mode
         self._streams = layers.streams
@@ -123,6 +107,14 @@ class DecoderLayer(nn.Module):
         fed = self.mlp(self.post_attention_layernorm(hidden))
         output: Tensor = hidden + self.dropout(fed)
         return output
+
+
+def _feed_forward(config: LlamaConfig, layers: Layers, number: int) -> nn.Module:
+    experts = config.experts_of(number)
+    if experts is not None:
+        return MixtureOfExperts(config.hidden_size, experts, layers)
+    column, row = layers.column_linear, layers.row_linear
+    return FeedForward(config.hidden_size, config.ffn_width, layers, column=column, row=row)
 
 
 def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
@@ -142,7 +134,7 @@ class Decoder(nn.Module):
             self.embed_tokens = layers.embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
         for number in part.layers:
-            layer = DecoderLayer(config, layers, again.of_layer(number, config.layers))
+            layer = DecoderLayer(config, layers, number, again.of_layer(number, config.layers))
             self.layers.add_module(str(number), layer)  # append would count from 0
         if part.heads:
             self.norm = layers.norm(config.hidden_size, config.norm_epsilon)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.planner.experts import Experts, feed_forward_shapes
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the floating-point types that a model is trained in."""
@@ -104,6 +106,8 @@ class LlamaConfig:
                     layer that write to the residual stream have it divided by sqrt(2 layers)
     dropout         probability, in training, of the attention's shares and of what is added to the
                     residual stream
+    experts         a mixture of experts in place of the feed-forward, in all layers but the first_dense ones;
+                    None: there is none
     """
 
     vocab_size: int = 256
@@ -119,6 +123,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     initial_std: float = 0.02
     dropout: float = 0.0
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -134,11 +139,18 @@ class LlamaConfig:
         if self.ffn_size is None:
             object.__setattr__(self, "ffn_size", 32 * math.ceil(self.hidden_size * 8 / 3 / 32))
         self._check_heads()
+        if self.experts is not None and self.experts.first_dense >= self.layers:
+            raise ConfigError(
+                f"experts.first_dense={self.experts.first_dense} leaves none of layers={self.layers} with "
+                f"experts; choose {self.layers - 1} or fewer, or leave the experts out"
+            )
 
     def _check_positive(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None or isinstance(value, bool) or field.name in MAY_BE_ZERO:
+                continue
+            if isinstance(value, Experts):
                 continue
             if not value > 0:
                 raise ConfigError(f"{field.name}={value!r} must be greater than 0")
@@ -181,7 +193,8 @@ class LlamaConfig:
     def preset(cls, name: str, **changes: Any) -> LlamaConfig:
         """Return a config by name, some fields changed: preset("tiny", layers=2).
 
-        Sizes that follow from changed ones (head_size, ffn_size) are derived anew unless given.
+        Sizes that follow from changed ones (head_size, ffn_size) are derived anew unless given. A mapping for
+        `experts` changes these fields of the preset's: preset("tiny-moe", experts={"count": 4}).
         """
         if name not in PRESETS:
             close = difflib.get_close_matches(name, PRESETS, n=1)
@@ -198,14 +211,17 @@ class LlamaConfig:
             derived["head_size"] = None
         if "hidden_size" in changes:
             derived["ffn_size"] = None
+        if isinstance(changes.get("experts"), Mapping):
+            changes["experts"] = Experts.of(changes["experts"], PRESETS[name].experts)
         return replace(PRESETS[name], **(derived | changes))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter of the whole model, by name, in the model's order.
 
-        Names are those of Hugging Face's Llama. With tied embeddings there is no lm_head.
+        Names are those of Hugging Face's Llama, and of its Qwen3-MoE and DeepSeek-V3 where there are experts.
+        With tied embeddings there is no lm_head.
         """
-        hidden, ffn = self.hidden_size, self.ffn_width
+        hidden = self.hidden_size
         queries, key_values = self.heads * self.head_width, self.key_value_heads * self.head_width
         table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.layers):
@@ -217,37 +233,62 @@ class LlamaConfig:
                 f"{prefix}.self_attn.v_proj.weight": (key_values, hidden),
                 f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
                 f"{prefix}.post_attention_layernorm.weight": (hidden,),
-                f"{prefix}.mlp.gate_proj.weight": (ffn, hidden),
-                f"{prefix}.mlp.up_proj.weight": (ffn, hidden),
-                f"{prefix}.mlp.down_proj.weight": (hidden, ffn),
             }
+            experts = self.experts_of(layer)
+            if experts is None:
+                table |= feed_forward_shapes(hidden, self.ffn_width, f"{prefix}.mlp.")
+            else:
+                table |= {f"{prefix}.mlp.{name}": shape for name, shape in experts.shapes(hidden).items()}
         table["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             table["lm_head.weight"] = (self.vocab_size, hidden)
         return table
 
-    def parameters(self) -> int:
-        """Count the parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF)."""
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the mixture of layer `layer`, from 0; None where it has an ordinary feed-forward."""
+        return None if self.experts is None or layer < self.experts.first_dense else self.experts
+
+    def parameters(self, *, active: bool = False) -> int:
+        """Count the parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF).
+
+        With experts a layer has E·H + 3·H·(E·m + shared width) in place of 3HF.
+        active   those that one token meets: of each layer's experts k
+        """
         hidden = self.hidden_size
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        return embeddings + hidden + self.layers * (2 * hidden + self._layer_weights())
+        layers = sum(2 * hidden + self._layer_weights(layer, active=active) for layer in range(self.layers))
+        return embeddings + hidden + layers
 
-    def _layer_weights(self) -> int:
+    def _layer_weights(self, layer: int, *, active: bool) -> int:
         attention = 2 * self.hidden_size * self.head_width * (self.heads + self.key_value_heads)
-        return attention + 3 * self.hidden_size * self.ffn_width
+        experts = self.experts_of(layer)
+        if experts is None:
+            return attention + 3 * self.hidden_size * self.ffn_width
+        return attention + experts.parameters(self.hidden_size, active=active)
 
     def flops_per_token(self, sequence: int, *, backward: bool = True) -> int:
         """Count the floating-point operations of the matrix products for one token of such a sequence.
 
-        forward    2 per weight that multiplies (embedding look-up and norms not counted)
+        forward    2 per weight that multiplies (embedding look-up and norms not counted; of experts those
+                   that the token visits, and the router)
                    + 4·L·S·A·D for scores and values, counted in full, without halving for causality
         backward   twice the forward; recomputation is not counted
         source     arXiv 2104.04473, appendix, and 2204.02311, appendix B: the same convention, so
                    an MFU from these figures is comparable with theirs
         """
-        weights = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
-        attention = 4 * self.layers * sequence * self.heads * self.head_width
-        return (2 * weights + attention) * (3 if backward else 1)
+        layers = sum(self._layer_flops(layer, sequence) for layer in range(self.layers))
+        return (layers + self._head_flops) * (3 if backward else 1)
+
+    @property
+    def _head_flops(self) -> int:
+        return 2 * self.vocab_size * self.hidden_size
+
+    def _layer_flops(self, layer: int, sequence: int) -> int:
+        """Count FLOPs of one token's forward through a layer."""
+        return 2 * self._layer_weights(layer, active=True) + self._core_flops(sequence)
+
+    def _core_flops(self, sequence: int) -> int:
+        return 4 * sequence * self.heads * self.head_width
 
     def flops_per_item(self, sequence: int, *, recompute: Recompute | None = None) -> list[int]:
         """Count FLOPs per token, forward and backward, of embedding, each layer, and head with loss.
@@ -259,12 +300,12 @@ class LlamaConfig:
         sequence    S of the whole sequence
         """
         again = recompute or Recompute()
-        head = 2 * self.vocab_size * self.hidden_size
-        layer = (self.flops_per_token(sequence, backward=False) - head) // self.layers
-        core = 4 * sequence * self.heads * self.head_width
-        recomputed = {"none": 0, "selective": core, "full": layer}
-        modes = [again.of_layer(number, self.layers) for number in range(self.layers)]
-        return [0, *(3 * layer + recomputed[mode] for mode in modes), 3 * head]
+        costs = []
+        for number in range(self.layers):
+            forward = self._layer_flops(number, sequence)
+            recomputed = {"none": 0, "selective": self._core_flops(sequence), "full": forward}
+            costs.append(3 * forward + recomputed[again.of_layer(number, self.layers)])
+        return [0, *costs, 3 * self._head_flops]
 
 
 # The usual 0.02 suits widths of thousands; narrow models learn faster from about 0.7 / sqrt(width).
@@ -281,5 +322,57 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3-70b": LlamaConfig(
         128_256, 8192, 80, 64, 8, ffn_size=28_672, max_sequence=8192, rope_theta=500_000.0
     ),
+    "tiny-moe": LlamaConfig(
+        *(256, 128, 4, 4, 2),
+        ffn_size=352,
+        max_sequence=256,
+        initial_std=0.06,
+        experts=Experts(8, 2, 128, balance_loss=0.01),
+    ),
+    "mixtral-8x7b": LlamaConfig(
+        *(32_000, 4096, 32, 32, 8),
+        ffn_size=14_336,
+        max_sequence=32_768,
+        rope_theta=1e6,
+        experts=Experts(8, 2, 14_336, balance_loss=0.02),
+    ),
+    "qwen3-30b-a3b": LlamaConfig(
+        *(151_936, 2048, 48, 32, 4),
+        head_size=128,
+        ffn_size=6144,
+        max_sequence=40_960,
+        rope_theta=1e6,
+        norm_epsilon=1e-6,
+        experts=Experts(128, 8, 768, balance_loss=0.001, balance_over="global"),
+    ),
+    "olmoe-1b-7b": LlamaConfig(
+        *(50_304, 2048, 16, 16, 16),
+        ffn_size=1024,
+        max_sequence=4096,
+        experts=Experts(64, 8, 1024, renormalise=False, balance_loss=0.01, z_loss=0.001),
+    ),
+    "deepseek-v3-mixture": LlamaConfig(
+        *(129_280, 7168, 61, 128, 128),
+        head_size=128,
+        ffn_size=18_432,
+        max_sequence=4096,
+        norm_epsilon=1e-6,
+        experts=Experts(
+            *(256, 8, 2048),
+            shared_ffn_size=2048,
+            first_dense=3,
+            score="sigmoid",
+            scale=2.5,
+            groups=8,
+            groups_per_token=4,
+            balance_loss=0.0001,
+            balance_over="sequence",
+            bias_rate=0.001,
+        ),
+    ),
 }
-"""Presets, from a model that two laptop cores train in minutes to Meta's published sizes."""
+"""Presets, from a model that two laptop cores train in minutes to published sizes.
+
+Those with experts have the published layers but for two things: without norms of queries and keys
+(qwen3-30b-a3b, olmoe-1b-7b), and with our attention in place of DeepSeek's latent one (deepseek-v3-mixture).
+"""

@@ -1,0 +1,7 @@
+"""Expert parallelism: mixtures of experts, of which each rank holds some."""
+
+from __future__ import annotations
+
+from hpcpar.expert_parallel.routing import Routing, route
+
+__all__ = ["Routing", "route"]
