@@ -104,6 +104,9 @@ class SharedExperts(Divided):
     down_proj      [own experts, H, m]
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
     def __init__(self, whole: Any, parallel: ExpertParallel, replicas: Communicator) -> None:
         super().__init__()
         self.parallel = parallel
