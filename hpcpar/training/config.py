@@ -30,6 +30,7 @@ from hpcpar.comm import select
 from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
+from hpcpar.planner.shapes import QueryKeyNorm
 from hpcpar.training.usual_names import OF_OTHERS
 
 if sys.version_info >= (3, 11):
@@ -79,6 +80,7 @@ class ModelSection(Section):
     tie_embeddings: bool | None = None
     initial_std: float | None = Field(default=None, ge=0)
     dropout: float | None = Field(default=None, ge=0, lt=1)
+    qk_norm: QueryKeyNorm | None = None
     seed: int = 0
 
 
