@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcpar.expert_parallel.expert_parallel import ExpertParallel
 from hpcpar.expert_parallel.routing import Routing, route
 
-__all__ = ["Routing", "route"]
+__all__ = ["ExpertParallel", "Routing", "route"]

@@ -1,0 +1,272 @@
+"""`ExpertParallel`: experts divided among ranks, and tokens that go to theirs and come home.
+
+    ep = ExpertParallel(mesh.ep, count=8)
+    out = ep.mix(hidden, experts, weights, compute)         # [T, H]; experts, weights [T, k]
+
+Values sent by each rank for a layer's forward and backward, dropless and balanced: 4·T·k·H·(w - 1)/w.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hpcpar.algorithms.topology import map_nodes
+from hpcpar.comm.agree import require_same
+from hpcpar.errors import LayoutError, OperationError
+from hpcpar.expert_parallel.dispatch import owners
+from hpcpar.expert_parallel.exchange import (
+    POSITIONS,
+    Arrive,
+    Assignment,
+    Channels,
+    Depart,
+    Home,
+    Leave,
+    OneStageDraft,
+    Trip,
+)
+from hpcpar.expert_parallel.two_stages import TwoStageDraft
+from hpcpar.partition import bounds
+from hpcpar.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+Compute = Callable[[Tensor, list[int]], Tensor]
+Stages = Literal["auto", 1, 2]
+
+
+class ExpertParallel:
+    """Ranks that divide experts among themselves; making it is collective.
+
+    comm          they; rank r has the experts `own`, which need not divide evenly. One rank sends nothing
+    count         experts on all of them
+    stages        1: a row goes straight to its expert. 2: a token goes to each node once, and there to its
+                  experts. "auto": two where there are several nodes of several ranks, and tokens have several
+                  experts
+    halves        tokens go in two halves: the second's rows travel while the first's experts compute, and
+                  `progress` is called between them. Products of half the rows are not the same to the bit
+    sum_on_node   in two stages, outputs for one token on one node come home as their sum, and gradients of
+                  rows, too: fewer bytes between nodes, and sums in another order
+    errors        LayoutError; MismatchError on every rank whose ranks ask for different things
+
+    Without halves and sum_on_node outputs and gradients are those of one rank to the bit, for any number of
+    ranks and stages: an expert's rows are in the order of global positions, and a token's outputs are added
+    in the order of its slots.
+    source   Shazeer et al. 2017, arXiv 1701.06538; Lepikhin et al. 2020, GShard, arXiv 2006.16668
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        count: int,
+        *,
+        stages: Stages = "auto",
+        halves: bool = False,
+        sum_on_node: bool = False,
+    ) -> None:
+        asked = f"ExpertParallel(count={count}, {stages=}, {halves=}, {sum_on_node=})"
+        require_same(comm, asked)
+        if count < 1 or stages not in ("auto", 1, 2):
+            raise LayoutError(f'{asked}: there is at least one expert, and stages are 1, 2 or "auto"')
+        if sum_on_node and stages == 1:
+            raise LayoutError(f'{asked}: outputs are summed on nodes in two stages; give stages=2, or "auto"')
+        self.comm, self.count = comm, count
+        self.stages, self.halves, self.sum_on_node = stages, halves, sum_on_node
+        self.own = range(*bounds(count, comm.size)[comm.rank])
+        self.counts = [0] * count
+        """Rows of this rank's tokens for each expert, in the last call."""
+        self._owner_of = owners(count, comm.size)
+        self._nodes = map_nodes(comm.size, comm.nodes)
+        has_lanes = 1 < self._nodes.nodes < comm.size
+        has_two = comm.size > 1 and (stages == 2 or (stages == "auto" and has_lanes))
+        self.node = comm.split_by_node(f"{comm.name} within nodes") if has_two else None
+        self._channels = Channels.of(comm)
+        self._on_node = None if self.node is None else Channels.of(self.node)
+
+    def progress(self) -> None:
+        """Advance rows that travel; to be called between experts."""
+        self.comm.progress()
+
+    @uncompiled
+    def mix(
+        self,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        compute: Compute,
+        *,
+        kept: Tensor | None = None,
+        positions: Tensor | None = None,
+        meanwhile: Callable[[], Tensor | None] | None = None,
+    ) -> Tensor:
+        """Return Σ weight · expert(token) for this rank's tokens [T, H]; collective, and so is its backward.
+
+        hidden      [T, H] this rank's tokens; T may differ among ranks, and be 0
+        experts     [T, k] int64, numbers below `count`
+        weights     [T, k] by which a token's outputs are multiplied; in the wider of both types
+        compute     (rows [R, H], rows of each own expert) -> [R, H]; rows are sorted by (expert, position).
+                    Not called on a rank without experts
+        kept        [T, k] bool: False for what does not travel, and counts as zero; None: all
+        positions   [T] int64, global place of each token; None: the ranks' tokens follow each other
+        meanwhile   computed while rows travel, as a shared expert is; what it returns [T, H] is added
+        errors      OperationError on every rank for what does not fit; MismatchError for ranks that differ
+
+        Saved for backward beside what `compute` saves: the outputs of the tokens, [T·k, H], if weights have
+        a gradient. Gradients cannot be differentiated again.
+        """
+        halves = _halves(len(hidden)) if self.halves else [slice(None)]
+        trips = self._meet(hidden, experts, weights, kept, positions, halves)
+        joints: list[Tensor] = [
+            Depart.apply(hidden[half], trip)  # type: ignore[no-untyped-call]
+            for half, trip in zip(halves, trips, strict=True)
+        ]
+        shared = None if meanwhile is None else meanwhile()
+        for number, (half, trip) in enumerate(zip(halves, trips, strict=True)):
+            rows, joint = Arrive.apply(joints[number], trip)  # type: ignore[no-untyped-call]
+            outputs = compute(rows, trip.route.counts).to(rows.dtype) if self.own else rows
+            if outputs.shape != rows.shape:
+                raise OperationError(
+                    f"compute was given rows {list(rows.shape)} and returned {list(outputs.shape)}; it must "
+                    "return as many of the same size"
+                )
+            joint = self._joint(joint, outputs, weights)
+            joints[number] = Leave.apply(  # type: ignore[no-untyped-call]
+                outputs, joint, trip, weights[half].detach()
+            )
+        parts = [
+            Home.apply(joint, weights[half], trip)  # type: ignore[no-untyped-call]
+            for joint, half, trip in zip(joints, halves, trips, strict=True)
+        ]
+        mixed: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mixed if shared is None else mixed + shared
+
+    def _joint(self, joint: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return what makes backward come through the exchange on all ranks if it does on any."""
+        if joint.requires_grad or not torch.is_grad_enabled():
+            return joint
+        has_gradient = weights.requires_grad
+        if not has_gradient:  # experts are trained alone, and this rank may have none
+            flag = torch.tensor([int(outputs.requires_grad)])
+            has_gradient = bool(self._channels.notes.allreduce(flag, "max"))
+        return joint.requires_grad_(has_gradient)
+
+    def _meet(
+        self,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        kept: Tensor | None,
+        positions: Tensor | None,
+        halves: Sequence[slice],
+    ) -> list[Trip]:
+        """Agree on the call, tell each other the counts, and make the routes."""
+        comm, size = self.comm, self.comm.size
+        problem = self._problem(hidden, experts, weights, kept, positions)
+        described = problem or _described(hidden, experts, weights, positions)
+        drafts: list[OneStageDraft | TwoStageDraft] = []
+        if problem is None:
+            for half in halves:
+                to = Assignment(
+                    experts[half],
+                    self._owner_of,
+                    comm.rank,
+                    None if kept is None else kept[half],
+                    None if positions is None else positions[half],
+                )
+                drafts.append(self._draft(to))
+        length = 2 + len(self.own)
+        digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
+        told: list[int] = []
+        edges = bounds(self.count, size)
+        for rank, (start, stop) in enumerate(edges):
+            told.append(digest)
+            for draft in drafts:
+                told += [*draft.to_gateways[rank], *draft.counts[start:stop]]
+            if problem is not None:
+                told += [0] * len(halves) * (2 + stop - start)
+        heard = self._exchanged(told, [1 + len(halves) * (2 + stop - start) for start, stop in edges])
+        if any(numbers[0] != digest for numbers in heard):
+            require_same(comm, f"ExpertParallel.mix({described})")
+        if problem is not None:
+            raise OperationError(f"ExpertParallel.mix: {problem}")
+        self.counts = [sum(of_expert) for of_expert in zip(*(draft.counts for draft in drafts), strict=True)]
+        starts = range(1, 1 + length * len(halves), length)
+        return [
+            Trip(draft.route([numbers[start : start + length] for numbers in heard]))
+            for draft, start in zip(drafts, starts, strict=True)
+        ]
+
+    def _draft(self, to: Assignment) -> OneStageDraft | TwoStageDraft:
+        if self._on_node is None or (self.stages == "auto" and to.shape[1] == 1):
+            return OneStageDraft(self._channels, to)
+        return TwoStageDraft(self._channels, self._on_node, self._nodes, to, sums=self.sum_on_node)
+
+    def _exchanged(self, told: list[int], lengths: list[int]) -> list[list[int]]:
+        """Give each rank its numbers; return those from each."""
+        own = lengths[self.comm.rank]
+        if self.comm.size == 1:
+            return [told]
+        heard = torch.empty(self.comm.size * own, dtype=torch.int64)
+        self._channels.notes.alltoall(
+            torch.tensor(told), out=heard, send_counts=lengths, receive_counts=[own] * self.comm.size
+        )
+        return heard.view(self.comm.size, own).tolist()
+
+    def _problem(
+        self,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        kept: Tensor | None,
+        positions: Tensor | None,
+    ) -> str | None:
+        """Say what does not fit, or None."""
+        if hidden.dim() != 2 or experts.dim() != 2 or not hidden.is_floating_point():
+            return (
+                f"hidden {list(hidden.shape)} of {hidden.dtype} and experts {list(experts.shape)} were "
+                "given; they must be [T, H] of floating point and [T, k]"
+            )
+        tokens, slots = experts.shape
+        if len(hidden) != tokens or weights.shape != experts.shape or not slots:
+            return (
+                f"hidden {list(hidden.shape)}, experts {list(experts.shape)} and weights "
+                f"{list(weights.shape)} were given; they must be [T, H], [T, k] and [T, k]"
+            )
+        if experts.dtype != torch.int64 or not weights.is_floating_point():
+            return (
+                f"experts of {experts.dtype} and weights of {weights.dtype} were given; they must be int64 "
+                "and floating point"
+            )
+        if kept is not None and (kept.shape != experts.shape or kept.dtype != torch.bool):
+            return f"kept {list(kept.shape)} of {kept.dtype} was given; it must be [T, k] of bool"
+        if positions is not None and (positions.shape != (tokens,) or positions.dtype != torch.int64):
+            return (
+                f"positions {list(positions.shape)} of {positions.dtype} were given; they must be [T] int64"
+            )
+        for what, numbers, limit in (("experts", experts, self.count), ("positions", positions, POSITIONS)):
+            if numbers is not None and numbers.numel():
+                least, most = (int(number) for number in numbers.aminmax())
+                if least < 0 or most >= limit:
+                    return f"{what} from {least} to {most} were given; they must be from 0 to {limit - 1}"
+        return None
+
+
+def _halves(tokens: int) -> list[slice]:
+    middle = (tokens + 1) // 2
+    return [slice(middle), slice(middle, None)]
+
+
+def _described(hidden: Tensor, experts: Tensor, weights: Tensor, positions: Tensor | None) -> str:
+    """Describe what must be the same on all ranks."""
+    gradients = [name for name, of in (("hidden", hidden), ("weights", weights)) if of.requires_grad]
+    with_gradients = f"gradients of {gradients}" if torch.is_grad_enabled() else "without gradients"
+    return (
+        f"tokens [T, {hidden.shape[1]}] of {hidden.dtype} with {experts.shape[1]} experts each, weights of "
+        f"{weights.dtype}, {'no ' if positions is None else ''}positions, {with_gradients}"
+    )
