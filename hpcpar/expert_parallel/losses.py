@@ -2,7 +2,7 @@
 
 Shape letters: T tokens on this rank, E experts, k experts of a token, N sequences.
 
-    balance   E Σ_e load_e · mean_t p_te        load_e: share of all choices that fell on expert e; 1 at balance
+    balance   E Σ_e load_e · mean_t p_te        load_e: share of all choices that fell on e; 1 at balance
     z         mean_t (log Σ_e exp logit_te)²
 
 The counts behind `load` may be of more ranks' tokens than these T: the sums over p are this rank's, so each

@@ -83,7 +83,7 @@ def within_capacity(
 
     experts, weights   [T, k], of whole sequences, each one's tokens in order
     sequence_of        [T] int64, number of each token's sequence
-    capacities         [N] int64, tokens that an expert takes of each sequence: `Experts.capacity` of its length
+    capacities         [N] int64, tokens that an expert takes of each sequence: see `Experts.capacity`
 
     An expert prefers the highest weights, or the first positions; of equal weights, too, the first positions.
     source   Lepikhin et al. 2020, GShard, arXiv 2006.16668 (by position)

@@ -63,12 +63,12 @@ class Balancing:
     sequence_comm     ranks with other tokens of the same sequences: those of cp, and of tp likewise
     tokens_per_step   of the global batch, on all ranks and in all microbatches: a microbatch counts by its
                       share of them. None: each forward is a batch by itself
-    gradient_scale    gradient of the final loss in backward, of which those losses get as much: by how much the
-                      model's loss, a mean over the global batch, is multiplied before `backward`
+    gradient_scale    by how much the model's loss, a mean over the global batch, is multiplied before
+                      `backward`: these losses are as well
 
-    Set the last two before the forwards of a step. Losses and counts are of forwards in training with gradients
-    alone, once for each also where activations are recomputed. With losses that take counts of other ranks, a
-    layer's forward is collective over these.
+    Set the last two before the forwards of a step. Losses and counts are of forwards in training
+    with gradients alone, once for each also where activations are recomputed. With losses that take counts of
+    other ranks, a layer's forward is collective over these.
     """
 
     def __init__(
@@ -88,9 +88,7 @@ class Balancing:
 
     def fresh(self) -> Balancing:
         """Return one without layers, for a trial of the model that is not to count."""
-        return Balancing(
-            self.sizes, self.comm, self.sequence_comm, tokens_per_step=self.tokens_per_step
-        )
+        return Balancing(self.sizes, self.comm, self.sequence_comm, tokens_per_step=self.tokens_per_step)
 
     def add_layer(self, number: int, router: Biased) -> None:
         """Balance the experts of the model's layer `number`, too."""

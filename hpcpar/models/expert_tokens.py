@@ -9,9 +9,9 @@ H hidden, k experts of a token. What is in between the layers is [B, S, H].
     experts split over tp           all         all         all, by copy_to             reduce_from
     … with sequence parallelism     own part    own part    all, by gather_from         reduce_scatter_to
 
-Whole experts spread over the ranks of tp as well, so each of these brings its part of the tokens. Parts of an
-expert see the tokens of all tp ranks. Each token's weights go the way of its hidden values, so that the router
-gets their gradient once.
+Whole experts spread over the ranks of tp as well, so each of these brings its part of the tokens. The parts
+of an expert see the tokens of all tp ranks. Each token's weights go the way of its hidden values, so that the
+router gets their gradient once.
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def _feed_forward(config: LlamaConfig, layers: Layers, number: int) -> nn.Module
     if experts is not None:
         return MixtureOfExperts(config.hidden_size, experts, layers, number)
     column, row = layers.column_linear, layers.row_linear
-    return FeedForward(
-        config.hidden_size, config.ffn_width, column=column, row=row, project=layers.project
-    )
+    return FeedForward(config.hidden_size, config.ffn_width, column=column, row=row, project=layers.project)
 
 
 def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:

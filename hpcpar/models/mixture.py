@@ -90,7 +90,9 @@ class Router(nn.Module):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.e_score_correction_bias is not None:
             moved = self.e_score_correction_bias
-            self.e_score_correction_bias = (moved if before.is_meta else before).to(moved.device, torch.float32)
+            self.e_score_correction_bias = (moved if before.is_meta else before).to(
+                moved.device, torch.float32
+            )
         return result
 
 

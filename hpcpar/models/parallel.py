@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.context_parallel import ContextParallel
+from hpcpar.models.expert_ranks import ExpertRanks, expert_layers, require_feed_forward
 from hpcpar.models.layers import Layers
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
@@ -25,7 +26,6 @@ from hpcpar.tensor_parallel import (
     whole_logits,
 )
 from hpcpar.tensor_parallel.attention import require_heads
-from hpcpar.tensor_parallel.split import require_divisible
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -37,17 +37,20 @@ def parallel_layers(
     *,
     context: ContextParallel | None = None,
     streams: RandomStreams | None = None,
+    experts: ExpertRanks | None = None,
 ) -> Layers:
     """Divide heads, ffn and vocabulary over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
 
     context   ranks that share each sequence, as well; None: each has whole ones
     streams   random numbers of dropout; None: from seed 0
+    experts   ranks among which experts are divided, as well; None: they are split as the other layers are
     errors    LayoutError for heads or an ffn_size that do not divide among the ranks; key-value heads may be
               fewer than ranks, and a vocabulary that does not divide is padded
     """
     tp = TensorParallel.of(tp)
     require_heads(config.heads, config.key_value_heads, tp.size)
-    require_divisible(config.ffn_width, tp.size, "ffn_size")
+    experts = experts or ExpertRanks(split=True)
+    require_feed_forward(config, tp.size, experts)
 
     def column(in_features: int, out_features: int) -> nn.Module:
         return ColumnParallelLinear(in_features, out_features, tp, bias=False, draw=False)
@@ -73,6 +76,7 @@ def parallel_layers(
         sequence_multiple=tp.size if tp.sequence_parallel else 1,
         attention=causal_attention if context is None else context.model_attention,
         context=context,
+        **expert_layers(tp, context, experts),
         places=None if context is None else partial(_own_places, context, tp),
     )
 

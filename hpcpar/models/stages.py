@@ -137,8 +137,8 @@ def measured_costs(
 ) -> list[float]:
     """Measure the seconds of a forward and a backward of embedding, each layer, and head with loss.
 
-    The median of `repeats`, after a warm-up. Embedding, head and one layer of each kind (of recomputation, with
-    or without experts) are built and timed in turn, so that noise affects all of them.
+    The median of `repeats`, after a warm-up. Embedding, head and one layer of each kind (of
+    recomputation, with or without experts) are built and timed in turn, so that noise affects all of them.
 
     microbatch, sequence   B and the S of the whole sequence
     collective             over the ranks that share a layer. Average the times over all ranks before
