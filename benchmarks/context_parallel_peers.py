@@ -29,7 +29,8 @@ from torch.nn import functional
 from training_peers import Peer, Recipe, Solo, Task, deepspeed
 
 from hpcpar.context_parallel import ContextParallel, Mask, Span
-from hpcpar.context_parallel.kernel import Block, attend, attend_backward, merge
+from hpcpar.context_parallel.block import Block
+from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.travel import Travel
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
 from hpcpar.data_parallel.buckets import BUCKET_BYTES

@@ -3,6 +3,7 @@
     mpiexec -n 2 python benchmarks/training.py [--model 5m] [--dtype bfloat16] [--peers …] [--json FILE]
     mpiexec -n 2 python benchmarks/training.py --tp 2 [--hidden 512] [--layers 6] [--forward-only]
     mpiexec -n 2 python benchmarks/training.py --cp 2 [--sequence 4096] [--batch 1]
+    mpiexec -n 2 python benchmarks/training.py --ep 2 [--experts 8] [--per-token 2]
 
 The peers train the same Llama on the same tokens on the same ranks, strictly in turn: in every round
 each takes some steps while nothing else runs, so a noisy machine touches all of them.
@@ -41,6 +42,16 @@ With --cp they share every sequence instead, and each has the whole model:
     one process             rank 0 alone with whole sequences
     no communication        every rank with its part of them, and its own keys for the others'
 
+With --ep every feed-forward is a mixture of experts, which they share; each rank has its own sequences:
+
+    hpcpar ep               rows of tokens go to their experts in halves, beside products; over MPI
+    hpcpar ep one half      the same, all of them before any product
+    ddp                     torch DistributedDataParallel over gloo; all experts on each rank
+    megatron ep             Megatron-Core's mixture, where it is installed, over gloo
+    deepspeed ep            DeepSpeed's mixture, where it is installed, over gloo
+    one process             rank 0 alone with all experts, on the whole global batch
+    no communication        every rank with as many experts as its part, for its own tokens
+
 A turn is some steps in a row: forward, backward, averaging, optimizer, and at its end whatever is still on
 its way. A step's time is that of a turn by its steps, from a barrier on, on the slowest rank. Processor
 time is that of all threads of a process, the mean of the ranks that work; waiting that spins is in it.
@@ -65,8 +76,9 @@ from typing import Any
 
 import torch
 from activation_memory import activation_nbytes
-from common import add_options, give_freed_memory_back, give_up, header, in_turn
+from common import add_options, at_least, give_freed_memory_back, give_up, header, in_turn
 from context_parallel_peers import CONTEXT_PARALLEL
+from expert_parallel_peers import EXPERT_PARALLEL
 from tensor_parallel_peers import TENSOR_PARALLEL
 from torch import Tensor
 from training_peers import ADAMW, DATA_PARALLEL, PHASES, SGD, Peer, Task, absent, build, join_gloo
@@ -77,9 +89,13 @@ from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.launch import binding
 from hpcpar.models import PRESETS, LlamaConfig
+from hpcpar.planner.experts import Experts
 from hpcpar.tensor_parallel.attention import require_heads
 from hpcpar.tensor_parallel.split import require_divisible
 from hpcpar.units import MiB
+
+PEERS = {"": DATA_PARALLEL, "--tp": TENSOR_PARALLEL, "--cp": CONTEXT_PARALLEL, "--ep": EXPERT_PARALLEL}
+"""Who can take part, by the option that says what the ranks share."""
 
 ALIASES = {"hpcpar": "hpcpar 0"}
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
@@ -108,6 +124,9 @@ def arguments() -> argparse.Namespace:
         "--tp", type=int, help="ranks that share each layer: all of them (default: data-parallel)"
     )
     parser.add_argument("--cp", type=int, help="ranks that share each sequence: all of them")
+    parser.add_argument("--ep", type=int, help="ranks that share the experts of each mixture: all of them")
+    parser.add_argument("--experts", type=at_least(1), default=8, help="of a mixture (default: 8)")
+    parser.add_argument("--per-token", type=at_least(1), default=2, help="experts of a token (default: 2)")
     parser.add_argument("--model", default="5m", choices=PRESETS, help="size of the Llama (default: 5m)")
     parser.add_argument(
         "--hidden",
@@ -127,7 +146,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="+",
-        choices=[*dict.fromkeys([*DATA_PARALLEL, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *ALIASES])],
+        choices=[*dict.fromkeys([name for peers in PEERS.values() for name in peers] + [*ALIASES])],
         metavar="PEER",
         help="by name, see above (default: all that are installed)",
     )
@@ -150,48 +169,53 @@ def make_config(options: argparse.Namespace) -> LlamaConfig:
     return LlamaConfig.preset(options.model, **changes)
 
 
-def require_tensor_parallel(world: Communicator, config: LlamaConfig, options: argparse.Namespace) -> None:
-    """ConfigError or LayoutError unless all ranks can share this model."""
-    if options.tp != world.size:
+def shared_by(options: argparse.Namespace) -> str:
+    """Return the option that says what the ranks share, "" for whole models; LayoutError for two of them."""
+    given = [option for option in ("--tp", "--cp", "--ep") if getattr(options, option[2:]) is not None]
+    if len(given) > 1:
+        told = " and ".join(f"{option} {getattr(options, option[2:])}" for option in given)
+        raise LayoutError(f"{told}; give one of them")
+    return given[0] if given else ""
+
+
+def require_sharing(world: Communicator, option: str, options: argparse.Namespace) -> None:
+    """ConfigError or LayoutError unless all ranks share by this option."""
+    degree = getattr(options, option[2:])
+    what = {"--tp": "one model", "--cp": "each sequence", "--ep": "each mixture"}[option]
+    if degree != world.size:
         raise LayoutError(
-            f"--tp {options.tp}, but the job has {world.size} ranks; all share one model here: "
-            f"give --tp {world.size}, or start {options.tp} ranks"
+            f"{option} {degree}, but the job has {world.size} ranks; all share {what} here: "
+            f"give {option} {world.size}, or start {degree} ranks"
         )
     if options.dtype == "bfloat16":
-        raise ConfigError("--tp has no masters for --dtype bfloat16; give float32 or float64")
+        raise ConfigError(f"{option} has no masters for --dtype bfloat16; give float32 or float64")
+
+
+def require_tensor_parallel(config: LlamaConfig, options: argparse.Namespace) -> None:
+    """LayoutError unless all ranks can share this model."""
     require_heads(config.heads, config.key_value_heads, options.tp)
     require_divisible(config.ffn_width, options.tp, "ffn_size")
     require_divisible(options.sequence, options.tp, "--sequence")
-
-
-def require_context_parallel(world: Communicator, options: argparse.Namespace) -> None:
-    """ConfigError or LayoutError unless all ranks can share each sequence."""
-    if options.tp is not None:
-        raise LayoutError(f"--tp {options.tp} and --cp {options.cp}; give one of them")
-    if options.cp != world.size:
-        raise LayoutError(
-            f"--cp {options.cp}, but the job has {world.size} ranks; all share each sequence here: "
-            f"give --cp {world.size}, or start {options.cp} ranks"
-        )
-    if options.dtype == "bfloat16":
-        raise ConfigError("--cp has no masters for --dtype bfloat16; give float32 or float64")
 
 
 def make_task(world: Communicator, options: argparse.Namespace) -> Task:
     """Make the task; end the job for options that make no sense. Collective."""
     dtype = getattr(torch, options.dtype)
     try:
-        config = make_config(options)
-        if options.tp is not None:
-            require_tensor_parallel(world, config, options)
-        if options.cp is not None:
-            require_context_parallel(world, options)
+        config, option = make_config(options), shared_by(options)
+        if option:
+            require_sharing(world, option, options)
+        if option == "--tp":
+            require_tensor_parallel(config, options)
+        elif option == "--cp":
             config = replace(config, max_sequence=max(config.max_sequence, options.sequence))
+        elif option == "--ep":
+            config = replace(config, experts=Experts(options.experts, options.per_token, config.ffn_width))
     except (ConfigError, LayoutError) as error:
         give_up(world, str(error))
     return Task(
         world=world,
-        peers=TENSOR_PARALLEL if options.tp else CONTEXT_PARALLEL if options.cp else DATA_PARALLEL,
+        peers=PEERS[option],
         config=config,
         dtype=dtype,
         start_dtype=dtype,
@@ -201,6 +225,7 @@ def make_task(world: Communicator, options: argparse.Namespace) -> Task:
         shared_parameters=options.shared_parameters,
         tp=options.tp or 1,
         cp=options.cp or 1,
+        ep=options.ep or 1,
     )
 
 
@@ -216,9 +241,8 @@ def choose(named: list[str] | None, task: Task, cleanup: ExitStack) -> list[str]
 
 
 def option_of(peer: str) -> str:
-    if peer in DATA_PARALLEL:
-        return "without --tp and --cp"
-    return "with --tp" if peer in TENSOR_PARALLEL else "with --cp"
+    option = next(option for option, peers in PEERS.items() if peer in peers)
+    return f"with {option}" if option else "without --tp, --cp and --ep"
 
 
 def those_that_can(names: list[str], task: Task, cleanup: ExitStack, *, were_named: bool) -> list[str]:
@@ -423,13 +447,15 @@ def exposed_s(turns: Sequence[Sequence[Turn]]) -> float:
 def describe(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     installed = {
         name: getattr(sys.modules[name], "__version__", "?")
-        for name in ("horovod", "deepspeed")
+        for name in ("horovod", "deepspeed", "megatron.core")
         if name in sys.modules
     }
     return header(
         task.world,
         tp=task.tp,
         cp=task.cp,
+        ep=task.ep,
+        experts=task.config.experts and task.config.experts.count,
         model=options.model,
         hidden=task.config.hidden_size,
         layers=task.config.layers,

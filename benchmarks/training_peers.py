@@ -9,7 +9,7 @@ Every peer is one class, which imports what it needs when it is asked for and is
     Ddp, ZeroRedundancy, Horovod, Solo      float32 under torch.autocast, as is usual     float32
 
 Those that share every layer are in benchmarks/tensor_parallel_peers.py, those that share every sequence in
-benchmarks/context_parallel_peers.py.
+benchmarks/context_parallel_peers.py, and those that share experts in benchmarks/expert_parallel_peers.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.models import Layers, Llama, LlamaConfig
+from hpcpar.planner.experts import Experts
 from hpcpar.units import MiB
 
 HERE = Path(__file__).resolve().parent
@@ -71,6 +72,7 @@ class Task:
     shared_parameters   hpcpar's sharded stages keep one copy of the parameters on a node
     tp                  ranks that share each layer, and so the sequences
     cp                  ranks that share each sequence
+    ep                  ranks that share the experts
     """
 
     world: Communicator
@@ -84,6 +86,12 @@ class Task:
     shared_parameters: bool = False
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+
+    @property
+    def experts(self) -> Experts:
+        assert self.config.experts is not None
+        return self.config.experts
 
     @property
     def global_batch(self) -> int:
@@ -345,27 +353,8 @@ class DeepSpeed(Peer):
 
     def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
         super().__init__(name, task, recipe)
-        bucket_elements = (task.bucket_bytes or BUCKET_BYTES) // (2 if task.low_precision else 4)
-        settings = {
-            "train_micro_batch_size_per_gpu": task.batch,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": stage_of(name),
-                "reduce_bucket_size": bucket_elements,
-                "allgather_bucket_size": bucket_elements,
-            },
-            "bf16": {"enabled": task.low_precision},
-        }
-        world = task.world
-        # It asks for this variable where its own launcher did not start the ranks.
-        local_rank = world.nodes[: world.rank].count(world.nodes[world.rank])
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
         inner = recipe.make(self.model.parameters())
-        self.engine, self.optimizer, _, _ = deepspeed().initialize(
-            model=self.model, optimizer=inner, config=settings, dist_init_required=False
-        )
+        self.engine, self.optimizer = deepspeed_engine(self.model, inner, task, stage_of(name))
         self.module = self.engine
 
     def backward(self, loss: Tensor) -> None:
@@ -437,6 +426,32 @@ def deepspeed() -> ModuleType:
     # It calls collectives by names that torch is giving up, in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     return module
+
+
+def deepspeed_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, stage: int
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return DeepSpeed's engine around a model, and its optimizer."""
+    bucket_elements = (task.bucket_bytes or BUCKET_BYTES) // (2 if task.low_precision else 4)
+    settings = {
+        "train_micro_batch_size_per_gpu": task.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket_elements,
+            "allgather_bucket_size": bucket_elements,
+        },
+        "bf16": {"enabled": task.low_precision},
+    }
+    world = task.world
+    # It asks for this variable where its own launcher did not start the ranks.
+    os.environ.setdefault("LOCAL_RANK", str(world.nodes[: world.rank].count(world.nodes[world.rank])))
+    engine, itself, _, _ = deepspeed().initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
+    return engine, itself
 
 
 def join_gloo(world: Communicator, cleanup: ExitStack) -> None:

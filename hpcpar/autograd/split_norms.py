@@ -40,12 +40,13 @@ def norm_of_parts(
     parts: Iterable[tuple[Kind, Tensor]],
     kinds: Iterable[Kind],
     norm_type: float,
-    shards_over: Communicator | None = None,
+    shards_over: Mapping[Kind, Communicator] | None = None,
 ) -> Tensor:
     """Return the norm, in float64, of all ranks' parts together; the same bits on every rank. Collective.
 
     kinds         of all that could have a part here, the same on the ranks that share them
-    shards_over   ranks that have a shard of every part; None: each part is whole
+    shards_over   by kind, ranks that have a shard of every part, in one order on all ranks; None: each part
+                  is whole
     """
     require_norm_type(norm_type)
     largest = math.isinf(norm_type)
@@ -55,8 +56,10 @@ def norm_of_parts(
         if part.numel():
             sums[kind] = add(sums[kind], powers(part, norm_type))
     if shards_over is not None:
-        stacked = summed(torch.stack(list(sums.values())), shards_over, largest=largest)
-        sums = dict(zip(sums, stacked, strict=True))
+        for comm in dict.fromkeys(shards_over.values()):
+            of_comm = [kind for kind in sums if shards_over[kind] is comm]
+            stacked = summed(torch.stack([sums[kind] for kind in of_comm]), comm, largest=largest)
+            sums |= zip(of_comm, stacked, strict=True)
     total = combined_over(sums, largest=largest)
     return total if largest else total ** (1 / norm_type)
 

@@ -19,19 +19,10 @@ DIGEST_NBYTES = 16
 def require_same(comm: Communicator, description: str) -> None:
     """Raise on every rank unless all of them pass the same description. Collective.
 
-    A bitwise AND over a digest and over its complement keeps every bit of both only when all
-    digests are equal; and when they are not, every rank sees it, whichever it holds.
-
     cost     one all-reduce of 32 bytes; on a mismatch one all-gather of the descriptions
     errors   MismatchError that says which world ranks asked for what
     """
-    digest = np.frombuffer(
-        hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8
-    )
-    mine = np.concatenate([digest, ~digest])
-    common = mine.copy()
-    comm.unchecked("agreement").allreduce(common, "and", algorithm="recursive_doubling")
-    if np.array_equal(common, mine):
+    if is_same_everywhere(comm, description):
         return
     descriptions = comm.unchecked("agreement").allgather_object(description)
     raise MismatchError(
@@ -39,6 +30,23 @@ def require_same(comm: Communicator, description: str) -> None:
         f"{_who_asked_for_what(comm.world_ranks, descriptions)}. Every rank must make the same calls in the "
         f"same order."
     )
+
+
+def is_same_everywhere(comm: Communicator, description: str) -> bool:
+    """Return on every rank whether all of them pass the same description. Collective.
+
+    A bitwise AND over a digest and over its complement keeps every bit of both only when all
+    digests are equal; and when they are not, every rank sees it, whichever it holds.
+
+    cost     one all-reduce of 32 bytes
+    """
+    digest = np.frombuffer(
+        hashlib.blake2b(description.encode(), digest_size=DIGEST_NBYTES).digest(), np.uint8
+    )
+    mine = np.concatenate([digest, ~digest])
+    common = mine.copy()
+    comm.unchecked("agreement").allreduce(common, "and", algorithm="recursive_doubling")
+    return np.array_equal(common, mine)
 
 
 def require_success(comm: Communicator, error: BaseException | None, doing: str) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.context_parallel.attention import Attention, Call, WeightDropout, places_in
 from hpcpar.context_parallel.block import wide
 from hpcpar.context_parallel.head_exchange import HeadExchange
@@ -95,15 +96,18 @@ class ContextParallel:
         self.multiple, self.even = multiple, even
         self._plans = lru_cache(PLANS)(self._plan)
         self._masks: list[Mask] = []
+        self._agreed: list[set[Mask]] = []
 
     @contextmanager
     def using(self, mask: Mask) -> Iterator[None]:
         """Let the methods mean this mask, in forward and in backward (recomputation asks for it again)."""
         self._masks.append(mask)
+        self._agreed.append(set())
         try:
             yield
         finally:
             self._masks.pop()
+            self._agreed.pop()
 
     @property
     def mask(self) -> Mask:
@@ -113,11 +117,11 @@ class ContextParallel:
         return self._masks[-1]
 
     def plan(self, mask: Mask, window: int | None = None) -> Plan:
-        """Return the plan of a mask, or of a layer with a window of its own; collective for a new one."""
+        """Return the plan of a mask, or of a layer with a window of its own."""
         return self._plans(mask, window)
 
     def spans(self) -> tuple[Spans, ...]:
-        """Return the places in the sequence that each rank holds, ascending; collective for a new mask."""
+        """Return the places in the sequence that each rank holds, ascending."""
         plan, ranks, multiple = self.plan(self.mask), self.inner.size, self.multiple
         return tuple(
             part_of(share, Span(start * multiple, stop * multiple))
@@ -158,6 +162,7 @@ class ContextParallel:
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return all ranks' tokens in the order of the sequence, on every rank; collective, no gradient."""
+        self._require_agreed(self.mask)
         of_ranks = self.spans()
         flat = tensor.detach().movedim(dim, 0).contiguous()
         rest = flat[:1].numel() if len(flat) else math.prod(flat.shape[1:])
@@ -188,10 +193,11 @@ class ContextParallel:
                   key, and not on the number of ranks
         window    of this layer: a query sees keys at a distance below it, and of them those that the mask in
                   use has; which rank holds which tokens depends on that mask alone. None: no other window
-        errors    MismatchError for shapes that do not fit the mask; LayoutError for heads that do not divide
-                  among ranks that exchange heads
+        errors    MismatchError for shapes that do not fit the mask, and on every rank for masks that differ
+                  between ranks; LayoutError for heads that do not divide among ranks that exchange heads
         """
         plan = self.plan(self.mask, window)
+        self._require_agreed(plan.mask)
         self._require_shapes(queries, keys, values, plan)
         scale = queries.shape[-1] ** -0.5 if scale is None else scale
         travel = self._travel(plan, keys.dtype if self.narrow else wide(keys.dtype))
@@ -230,19 +236,26 @@ class ContextParallel:
     def _plan(self, mask: Mask, window: int | None) -> Plan:
         if window is not None:  # of one layer, between others: the tokens stay where they are
             narrowed = replace(mask, window=min(window, mask.window or window))
-            self._require_agreed(narrowed)
             return Plan(narrowed, self.plan(mask).shares)
-        self._require_agreed(mask)
         return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
 
     def _require_agreed(self, mask: Mask) -> None:
-        everyone = self.comm.allgather_object(mask)
-        others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-        if others:
+        """Agree with the other ranks, the first time that this mask is needed within `using`.
+
+        Not only for a mask that is new to this rank: another may have it new, or go on with an older one.
+        cost     one all-reduce of 32 bytes
+        """
+        agreed = self._agreed[-1]
+        if mask in agreed:
+            return
+        if not is_same_everywhere(self.comm, repr(mask)):
+            everyone = self.comm.allgather_object(mask)
+            other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
             raise MismatchError(
-                f"ranks of one sequence have different masks: rank 0 has {everyone[0]}, rank {others[0]} has "
-                f"{everyone[others[0]]}; all ranks of {self.comm.name!r} must read the same sample"
+                f"ranks of one sequence have different masks: rank 0 has {everyone[0]}, rank {other} has "
+                f"{everyone[other]}; all ranks of {self.comm.name!r} must read the same sample"
             )
+        agreed.add(mask)
 
     def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> None:
         count = self._counts(plan)[self.inner.rank]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.parameters import Named, distinct, extent
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.planner.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:
@@ -26,15 +27,20 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of `root`; collective.
 
+    Parameters that not every rank has (experts) become those of the first rank with a copy, or of `root`.
     Frozen parameters and buffers that are not saved are included; shared ones travel once. Values
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
     wait_for_new(module.parameters())
-    agree_on_parameters(_everything(module), comm, "parameters and buffers")
-    broadcast_tensors(
-        [tensor for _, tensor in _everything(module)], comm, root=root, bucket_bytes=bucket_bytes
-    )
+    everything = _everything(module)
+    comms = ReplicaComms(comm, [tensor for _, tensor in everything])
+    comms.agree_on_parameters(everything, "parameters and buffers")
+    for replicas, some in comms.divided(everything).items():
+        holders, source = comms.of(replicas), comm.world_ranks[root]
+        # Of experts that the root does not have, those of the first rank that has them.
+        first = holders.world_ranks.index(source) if source in holders.world_ranks else 0
+        broadcast_tensors([tensor for _, tensor in some], holders, root=first, bucket_bytes=bucket_bytes)
 
 
 def broadcast_tensors(
@@ -54,7 +60,11 @@ def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
 ) -> int:
     """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
-    return broadcast_nbytes(comm, _assigned(_in_memory(module), bucket_bytes))
+    tensors = _in_memory(module)
+    comms = ReplicaComms(comm, tensors)
+    return sum(
+        broadcast_nbytes(comms.of(bucket.replicas), [bucket]) for bucket in _assigned(tensors, bucket_bytes)
+    )
 
 
 def _everything(module: nn.Module) -> list[Named]:

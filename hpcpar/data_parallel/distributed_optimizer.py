@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -650,17 +650,19 @@ class DistributedOptimizer(Optimizer):
         loads       of states, in all: they bring new parameters, too
         """
         norms = norms if self._options.nonfinite == "step" else max(norms, 1)
-        total = data_parallel_nbytes(
-            self.dp_comm,
-            self.reducer.buckets,
-            StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
-            stage=self.zero_stage,
-            algorithm=self._options.algorithm,
-            dtype=self._options.reduction_dtype,
-            gathered=not self._options.shared_parameters,
-        )
+        total: Counter[str] = Counter()
+        for replicas in self._parts.comms:
+            total += data_parallel_nbytes(
+                self._parts.comms.of(replicas),
+                [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas],
+                StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
+                stage=self.zero_stage,
+                algorithm=self._options.algorithm,
+                dtype=self._options.reduction_dtype,
+                gathered=not self._options.shared_parameters,
+            )
         if self._sharding is None:
-            return total
+            return dict(total)
         return total | self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards)
 
     def _note_split_over(self, split_over: SplitOver) -> None:

@@ -21,6 +21,9 @@ from hpcpar.autograd.split_norms import (
 )
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.replica_comms import ReplicaComms
+from hpcpar.errors import OperationError
+from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
     from hpcpar.autograd.split_norms import Kind
@@ -31,7 +34,8 @@ class GradientNorm:
     """Norms of gradients that lie flat, a tensor for each bucket.
 
     parameters   as numbered in the buckets; each notes over whose ranks it is split
-    sharded      each rank has its shard of every bucket, else the whole of it
+    comms        ranks with copies of the parameters
+    sharded      each of these has its shard of every bucket, else the whole of it
     elsewhere    those that count on another rank, which has a copy
     others       those that get no gradient here, as they are frozen: ranks over which they are split may get
                  one for theirs, and then wait for this one
@@ -41,7 +45,7 @@ class GradientNorm:
         self,
         parameters: Sequence[Tensor],
         buckets: Sequence[Bucket],
-        dp_comm: Communicator,
+        comms: Communicator | ReplicaComms,
         *,
         sharded: bool,
         elsewhere: Collection[Tensor] = (),
@@ -50,8 +54,8 @@ class GradientNorm:
         self._parameters, self._others = parameters, others
         self._elsewhere = set(map(id, elsewhere))
         self._buckets = buckets
-        self._dp_comm = dp_comm if sharded else None
-        self._shard = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
+        self._comms = ReplicaComms.given(comms, parameters)
+        self._sharded = sharded
 
     @cached_property
     def _kinds(self) -> list[Kind]:
@@ -63,15 +67,35 @@ class GradientNorm:
         return list(dict.fromkeys(map(split_over_of, [*self._parameters, *split])))
 
     @cached_property
+    def _shards_over(self) -> dict[Kind, Communicator] | None:
+        """By kind, the ranks that have a shard of what is split so; None where each has all of it."""
+        if not self._sharded:
+            return None
+        found: dict[Kind, Communicator] = {}
+        for parameter in [*self._parameters, *self._others]:
+            comm, kind = self._comms.of(info_of(parameter).replicas), split_over_of(parameter)
+            if kind in self._kinds and found.setdefault(kind, comm) is not comm:
+                raise OperationError(
+                    f"parameters with copies on the ranks of {comm.name!r} and of {found[kind].name!r} are "
+                    "split over the same communicators; note for those with fewer copies over whose ranks "
+                    "they are spread (split_over=)"
+                )
+        return dict(sorted(found.items(), key=lambda item: item[1] is not self._comms.dp_comm))
+
+    @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
         return [
             [
                 (piece.member, piece.offset, piece.end)
-                for piece in shard_of(bucket, *self._shard).pieces
+                for piece in shard_of(bucket, *self._shard(bucket)).pieces
                 if id(self._parameters[piece.member]) not in self._elsewhere
             ]
             for bucket in self._buckets
         ]
+
+    def _shard(self, bucket: Bucket) -> tuple[int, int]:
+        comm = self._comms.of(bucket.replicas)
+        return (comm.rank, comm.size) if self._sharded else (0, 1)
 
     def of(
         self, flats: Sequence[Tensor], norm_type: float = 2.0, members: Collection[int] | None = None
@@ -83,7 +107,7 @@ class GradientNorm:
         require_norm_type(norm_type)
         if not self._kinds:
             return torch.zeros(())
-        result = norm_of_parts(self._parts(flats, members), self._kinds, norm_type, self._dp_comm)
+        result = norm_of_parts(self._parts(flats, members), self._kinds, norm_type, self._shards_over)
         if not flats:
             return result.to(torch.get_default_dtype())
         return result.to(
@@ -99,7 +123,8 @@ class GradientNorm:
             longest = torch.promote_types(flat.dtype, torch.float64)
             if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
                 broken += 1
-        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *in_common_order(self._kinds)]:
+        sharded_over = dict.fromkeys((self._shards_over or {}).values())
+        for comm in [*sharded_over, *in_common_order(self._kinds)]:
             comm.allreduce(broken)
         return not broken.item()
 

@@ -1,4 +1,4 @@
-"""Hugging Face: the parallel plan of a `transformers` Llama, and the config.json of ours.
+"""Hugging Face: the parallel plan of a `transformers` Llama.
 
 The library `transformers` is not needed to import this.
 
@@ -9,12 +9,11 @@ parallelize(model, hugging_face_llama_plan(model.config), mesh)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import nn
 
 from hpcpar.errors import LayoutError
-from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
     Column,
     Enter,
@@ -125,38 +124,3 @@ class HeadNorm(Norm):
                     f"this model"
                 )
         return {}
-
-
-def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:
-    """Return the contents of config.json for a model with the parameters of `sizes.shapes()`.
-
-    dtype             of the parameters in the files: float32, bfloat16, …
-    end_of_document   the token at which to stop writing; None = never
-
-    Dropout belongs to training and is left out. `torch_dtype` is what transformers before 5 and vLLM call
-    `dtype`; both are given.
-    """
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.ffn_width,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.key_value_heads,
-        "head_dim": sizes.head_width,
-        "max_position_embeddings": sizes.max_sequence,
-        "rope_theta": sizes.rope_theta,
-        "rms_norm_eps": sizes.norm_epsilon,
-        "tie_word_embeddings": sizes.tie_embeddings,
-        "initializer_range": sizes.initial_std,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": end_of_document,
-        "pad_token_id": None,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }

@@ -84,6 +84,7 @@ class Layers:
     key_value_linear    keys and values, whose heads may be fewer than ranks
     row_linear          projections whose inputs are split likewise: o, down
     vocabulary_linear   hidden to logits
+    head_norm           of this rank's heads of queries or keys
     project             applies layers that share an input together
     loss                of the logits of `vocabulary_linear`
     whole_logits        gathers the logits of `vocabulary_linear`
@@ -105,6 +106,7 @@ class Layers:
     vocabulary_linear: LinearFactory = Linear
     embedding: EmbeddingFactory = Embedding
     norm: NormFactory = RMSNorm
+    head_norm: NormFactory = RMSNorm
     attention: Attention = causal_attention
     project: Projection = project_each
     loss: Loss = next_token_loss

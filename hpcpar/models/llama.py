@@ -48,6 +48,10 @@ class SelfAttention(nn.Module):
         self.k_proj = layers.key_value_linear(config.hidden_size, config.key_value_heads, self.head_size)
         self.v_proj = layers.key_value_linear(config.hidden_size, config.key_value_heads, self.head_size)
         self.o_proj = layers.row_linear(queries, config.hidden_size)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm != "none":
+            norms = (layers.head_norm(width, config.norm_epsilon) for width in config.query_key_norms)
+            self.q_norm, self.k_norm = norms
         self.dropout = _dropout(config, layers, "different")
         self.selective = selective
         self._attention = layers.attention
@@ -58,6 +62,8 @@ class SelfAttention(nn.Module):
         """[B, S, H] -> [B, S, H]"""
         projected = self._project((self.q_proj, self.k_proj, self.v_proj), hidden)
         queries, keys, values = (self._heads(part) for part in projected)
+        if self.qk_norm != "none":
+            queries, keys = self._normalised(self.q_norm, queries), self._normalised(self.k_norm, keys)
         cosines, sines = (table.unsqueeze(1) for table in rotation)
         # Rotated as [B, S, A, D], so that the attention's output has that memory layout too, as o_proj needs.
         queries, keys = rotate(queries, cosines, sines), rotate(keys, cosines, sines)
@@ -76,6 +82,11 @@ class SelfAttention(nn.Module):
         """[B, S, A·D] -> [B, S, A, D], for this rank's heads."""
         heads = projected.shape[-1] // self.head_size  # not -1: a batch may be empty
         return projected.view(*projected.shape[:-1], heads, self.head_size)
+
+    def _normalised(self, norm: nn.Module, heads: Tensor) -> Tensor:
+        """[B, S, A, D] -> the same shape"""
+        normalised: Tensor = norm(heads.flatten(-2) if self.qk_norm == "all" else heads)
+        return normalised.view_as(heads)
 
 
 class DecoderLayer(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.context_parallel import ContextParallel
+from hpcpar.errors import LayoutError
 from hpcpar.models.expert_ranks import ExpertRanks, expert_layers, require_feed_forward
 from hpcpar.models.layers import Layers
 from hpcpar.planner.shapes import LlamaConfig
@@ -26,6 +27,7 @@ from hpcpar.tensor_parallel import (
     whole_logits,
 )
 from hpcpar.tensor_parallel.attention import require_heads
+from hpcpar.tensor_parallel.region_styles import OnOwnPart
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -44,19 +46,30 @@ def parallel_layers(
     context   ranks that share each sequence, as well; None: each has whole ones
     streams   random numbers of dropout; None: from seed 0
     experts   ranks among which experts are divided, as well; None: they are split as the other layers are
-    errors    LayoutError for heads or an ffn_size that do not divide among the ranks; key-value heads may be
-              fewer than ranks, and a vocabulary that does not divide is padded
+    errors    LayoutError for heads or an ffn_size that do not divide among the ranks, and for a norm of all
+              heads together; key-value heads may be fewer than ranks, and a vocabulary that does not divide
+              is padded
     """
     tp = TensorParallel.of(tp)
     require_heads(config.heads, config.key_value_heads, tp.size)
     experts = experts or ExpertRanks(split=True)
     require_feed_forward(config, tp.size, experts)
 
+    if config.qk_norm == "all" and tp.size > 1:
+        raise LayoutError(
+            f"qk_norm='all' normalises all heads together, and each of tp={tp.size} ranks has some of them; "
+            "take tp=1, and more ranks of dp, cp, ep or pp"
+        )
+
     def column(in_features: int, out_features: int) -> nn.Module:
         return ColumnParallelLinear(in_features, out_features, tp, bias=False, draw=False)
 
     def key_value(in_features: int, heads: int, head_size: int) -> nn.Module:
         return ColumnParallelLinear(in_features, Heads(heads, head_size), tp, bias=False, draw=False)
+
+    def head_norm(width: int, epsilon: float) -> nn.Module:
+        norm = RMSNorm(width, epsilon)
+        return norm if tp.size == 1 else OnOwnPart(norm, tp)
 
     def vocabulary(in_features: int, out_features: int) -> nn.Module:
         return ColumnParallelLinear(in_features, out_features, tp, bias=False, pad=True, draw=False)
@@ -68,6 +81,7 @@ def parallel_layers(
         vocabulary_linear=vocabulary,
         embedding=partial(VocabParallelEmbedding, tp=tp, draw=False),
         norm=partial(RMSNorm, tp=tp),
+        head_norm=head_norm,
         project=project,
         loss=partial(vocabulary_parallel_cross_entropy, vocabulary=config.vocab_size, comm=tp.comm),
         whole_logits=partial(whole_logits, vocabulary=config.vocab_size, comm=tp.comm),

@@ -135,10 +135,12 @@ def llama_layer_nbytes(
         two inputs       of queries, keys, values; of gate and up            2·TH, or 2·T'H gathered again
         attention        queries and output; keys and values                 2·T·AD/t + 2·T·KD/t
                          the logarithms of softmax's denominators            T·A/t
+        their norms      input, normalized input, 1/σ                        2·T·(A + K)D/t + T·(A + K)/t
         feed-forward     gate, silu(gate), up, their product                 4·T·F/t
 
     selective   without the logarithms (a kernel that is not fused would keep S values for each of them)
     full        the layer's input: T'H
+    norms of queries and keys are there with a qk_norm; of all heads together they have one 1/σ for a token
 
     The rotary tables, 2·S·D/2 values, are kept once for all layers.
     """
@@ -153,5 +155,8 @@ def llama_layer_nbytes(
     key_values = tokens * max(1, config.key_value_heads // tp) * config.head_width
     logarithms = 0 if mode == "selective" else tokens * config.heads // tp
     attention = 2 * queries + 2 * key_values + logarithms
+    if config.qk_norm != "none":
+        heads = (queries + key_values) // config.head_width
+        attention += 2 * (queries + key_values) + (2 * tokens if config.qk_norm == "all" else heads)
     feed_forward = 4 * tokens * config.ffn_width // tp
     return (norms + inputs + attention + feed_forward) * itemsize

@@ -20,6 +20,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 RecomputeMode = Literal["none", "selective", "full"]
 
+QueryKeyNorm = Literal["none", "head", "all"]
+"""Norms of queries and of keys: none, of each head by one weight for all, or of all heads together."""
+
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 
 MAY_BE_ZERO = ("initial_std", "dropout")
@@ -106,6 +109,8 @@ class LlamaConfig:
                     layer that write to the residual stream have it divided by sqrt(2 layers)
     dropout         probability, in training, of the attention's shares and of what is added to the
                     residual stream
+    qk_norm         RMSNorm of queries and of keys before they are rotated: "head", of each head, with one
+                    weight [D] for all (Qwen3); "all", of all heads together (OLMoE); "none"
     experts         a mixture of experts in place of the feed-forward, in all layers but the first_dense ones;
                     None: there is none
     """
@@ -123,6 +128,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     initial_std: float = 0.02
     dropout: float = 0.0
+    qk_norm: QueryKeyNorm = "none"
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +156,7 @@ class LlamaConfig:
             value = getattr(self, field.name)
             if value is None or isinstance(value, bool) or field.name in MAY_BE_ZERO:
                 continue
-            if isinstance(value, Experts):
+            if isinstance(value, (Experts, str)):
                 continue
             if not value > 0:
                 raise ConfigError(f"{field.name}={value!r} must be greater than 0")
@@ -158,6 +164,8 @@ class LlamaConfig:
             raise ConfigError(f"initial_std={self.initial_std!r} must be 0 or greater")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout!r} must be a probability from 0 to below 1")
+        if self.qk_norm not in get_args(QueryKeyNorm):
+            raise ConfigError(f"qk_norm={self.qk_norm!r}; there are {', '.join(get_args(QueryKeyNorm))}")
 
     def _check_heads(self) -> None:
         if self.heads % self.key_value_heads:
@@ -234,6 +242,8 @@ class LlamaConfig:
                 f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
                 f"{prefix}.post_attention_layernorm.weight": (hidden,),
             }
+            for name, width in zip(("q_norm", "k_norm"), self.query_key_norms, strict=False):
+                table[f"{prefix}.self_attn.{name}.weight"] = (width,)
             experts = self.experts_of(layer)
             if experts is None:
                 table |= feed_forward_shapes(hidden, self.ffn_width, f"{prefix}.mlp.")
@@ -244,6 +254,15 @@ class LlamaConfig:
             table["lm_head.weight"] = (self.vocab_size, hidden)
         return table
 
+    @property
+    def query_key_norms(self) -> tuple[int, ...]:
+        """Widths of a layer's norms of queries and of keys; empty where there are none."""
+        if self.qk_norm == "head":
+            return self.head_width, self.head_width
+        if self.qk_norm == "all":
+            return self.heads * self.head_width, self.key_value_heads * self.head_width
+        return ()
+
     def experts_of(self, layer: int) -> Experts | None:
         """Return the mixture of layer `layer`, from 0; None where it has an ordinary feed-forward."""
         return None if self.experts is None or layer < self.experts.first_dense else self.experts
@@ -251,13 +270,15 @@ class LlamaConfig:
     def parameters(self, *, active: bool = False) -> int:
         """Count the parameters of the whole model: V·H (twice unless tied) + H + L·(2H + 2HD(A+K) + 3HF).
 
-        With experts a layer has E·H + 3·H·(E·m + shared width) in place of 3HF.
+        With experts a layer has E·H + 3·H·(E·m + shared width) in place of 3HF, and with norms of queries and
+        keys these.
         active   those that one token meets: of each layer's experts k
         """
         hidden = self.hidden_size
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        layers = sum(2 * hidden + self._layer_weights(layer, active=active) for layer in range(self.layers))
-        return embeddings + hidden + layers
+        layers = sum(self._layer_weights(layer, active=active) for layer in range(self.layers))
+        norms = hidden + self.layers * (2 * hidden + sum(self.query_key_norms))
+        return embeddings + norms + layers
 
     def _layer_weights(self, layer: int, *, active: bool) -> int:
         attention = 2 * self.hidden_size * self.head_width * (self.heads + self.key_value_heads)
@@ -343,12 +364,14 @@ PRESETS: dict[str, LlamaConfig] = {
         max_sequence=40_960,
         rope_theta=1e6,
         norm_epsilon=1e-6,
+        qk_norm="head",
         experts=Experts(128, 8, 768, balance_loss=0.001, balance_over="global"),
     ),
     "olmoe-1b-7b": LlamaConfig(
         *(50_304, 2048, 16, 16, 16),
         ffn_size=1024,
         max_sequence=4096,
+        qk_norm="all",
         experts=Experts(64, 8, 1024, renormalise=False, balance_loss=0.01, z_loss=0.001),
     ),
     "deepseek-v3-mixture": LlamaConfig(
@@ -373,6 +396,6 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 """Presets, from a model that two laptop cores train in minutes to published sizes.
 
-Those with experts have the published layers but for two things: without norms of queries and keys
-(qwen3-30b-a3b, olmoe-1b-7b), and with our attention in place of DeepSeek's latent one (deepseek-v3-mixture).
+Those with experts have the published layers, but deepseek-v3-mixture has our attention in place of DeepSeek's
+latent one.
 """

@@ -320,6 +320,7 @@ class TensorParallelCalls:
     values on each rank either way, and 10 with `gather_again`. In addition:
 
         full recomputation   a layer's forward once more
+        norms of heads       with qk_norm="head": ar of both weights' gradients in each backward
         shared heads         with fewer key-value heads than ranks: ar of both weights' gradients in each
                              backward, over the ranks with the same head
     """
@@ -378,8 +379,9 @@ class TensorParallelCalls:
         return 2 * (self._column + self._row)
 
     def layer_backward(self) -> list[CollectiveCall]:
-        """List the collectives of feed-forward and attention, and of the norm before each."""
-        return 2 * (self._of_row + self._of_column)
+        """List the collectives of feed-forward and attention, and of their norms."""
+        of_heads = [CollectiveCall("allreduce", width) for width in self._config.query_key_norms]
+        return 2 * (self._of_row + self._of_column) + of_heads
 
     def shared_heads_backward(self, part: Part) -> list[CollectiveCall]:
         """List the all-reduces of key and value weights over the ranks with the same head."""

@@ -31,6 +31,7 @@ from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.experts import BalanceOver, Drop, Score
+from hpcpar.planner.shapes import QueryKeyNorm
 from hpcpar.training.usual_names import OF_OTHERS
 
 if sys.version_info >= (3, 11):
@@ -101,6 +102,7 @@ class ModelSection(Section):
     tie_embeddings: bool | None = None
     initial_std: float | None = Field(default=None, ge=0)
     dropout: float | None = Field(default=None, ge=0, lt=1)
+    qk_norm: QueryKeyNorm | None = None
     experts: ExpertsSection = ExpertsSection()
     seed: int = 0
 

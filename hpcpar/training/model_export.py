@@ -2,7 +2,7 @@
 
 <directory>/
     config.json              sizes, type of the parameters, end of text
-    model.safetensors        all parameters, whole, under Hugging Face's names (which are ours)
+    model.safetensors        all parameters, whole, under Hugging Face's names
     tokenizer.json, tokenizer_config.json
     generation_config.json   where to stop writing
 """
@@ -23,7 +23,8 @@ from hpcpar.data.tokenizer import write_tokenizer
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError, ConfigError, DataError
 from hpcpar.models import Llama, LlamaConfig
-from hpcpar.models.hugging_face import hugging_face_config
+from hpcpar.models.hugging_face_config import hugging_face_config
+from hpcpar.models.hugging_face_files import file_tensors
 from hpcpar.training.config import Config
 
 DTYPES = {
@@ -90,8 +91,7 @@ def export(
             model.double()
         loaded = load(chosen, model=model, comm=Communicator.alone(), restore_random=False)
         model.to(DTYPES[dtype])
-        parameters = {name: model.get_parameter(name).detach().contiguous() for name in sizes.shapes()}
-        save_tensors(parameters, staging / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(file_tensors(model), staging / "model.safetensors", metadata={"format": "pt"})
         end = spoken.end_of_document
         _write(staging / "config.json", hugging_face_config(sizes, dtype=dtype, end_of_document=end))
         _write(staging / "generation_config.json", {} if end is None else {"eos_token_id": end})

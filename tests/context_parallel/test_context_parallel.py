@@ -265,7 +265,7 @@ def test_what_cannot_be_is_refused_with_what_fits() -> None:
     def lengths(comm: Communicator) -> None:
         cp = ContextParallel(comm)
         with cp.using(Mask(LENGTH + (comm.rank == 2))):
-            cp.places()
+            cp.unshard(torch.zeros(1, len(cp.places())))
 
     with pytest.raises(MismatchError, match=r"rank 0 has Mask\(length=97.*rank 2 has Mask\(length=98"):
         run_loopback(3, lengths)
@@ -285,3 +285,41 @@ def test_what_cannot_be_is_refused_with_what_fits() -> None:
 
     with pytest.raises(MismatchError, match=r"they must be \[B, A, 4[89], D\]"):
         run_loopback(2, shapes)
+
+
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])
+def test_a_known_mask_beside_another_is_refused_on_every_rank(method: str) -> None:
+    """One rank goes on with the mask of the step before, the other has a new one, or an older one."""
+    masks = [Mask(LENGTH), Mask(LENGTH, documents=DOCUMENTS), Mask(LENGTH, documents=DOCUMENTS[::-1])]
+
+    def refused(comm: Communicator, known: int, other: int) -> str:
+        cp = ContextParallel(comm, method)  # type: ignore[arg-type]
+
+        def step(mask: Mask) -> None:
+            with cp.using(mask):
+                inputs = [cp.shard(t, 2).requires_grad_() for t in tensors(4, 4, torch.float64)[:3]]
+                cp.attention(*inputs).sum().backward()
+
+        for mask in masks[:2]:
+            step(mask)
+        with pytest.raises(MismatchError) as raised:
+            step(masks[known if comm.rank else other])
+        step(masks[0])  # and nothing is left behind
+        return str(raised.value)
+
+    for known, other in ((0, 2), (1, 0)):
+        first, *others = run_loopback(2, lambda comm, k=known, o=other: refused(comm, k, o), timeout_s=10)
+        assert others == [first]
+        assert f"rank 0 has {masks[other]}, rank 1 has {masks[known]}" in first
+
+
+def test_places_and_shards_need_no_other_rank() -> None:
+    def alone(comm: Communicator) -> int:
+        cp, found = ContextParallel(comm), 0
+        if comm.rank == 1:
+            with cp.using(Mask(LENGTH)):
+                found = cp.shard(torch.zeros(1, LENGTH)).shape[1] + len(cp.positions())
+        comm.barrier()
+        return found
+
+    assert run_loopback(2, alone, timeout_s=10) == [0, 2 * 48]

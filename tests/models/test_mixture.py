@@ -248,7 +248,7 @@ def test_attached_losses_give_the_gradient_of_the_sum_of_all_losses(over: str) -
     found = model.balancing.finish_step()
     assert list(found) == [1, 2]
     for layer, expected in zip(found.values(), extra, strict=True):
-        assert layer.balance_loss + layer.z_loss == pytest.approx(float(expected), rel=1e-12)
+        assert layer.balance_loss + layer.z_loss == pytest.approx(float(expected.detach()), rel=1e-12)
 
 
 @pytest.mark.parametrize("over", ["sequence", "batch"])

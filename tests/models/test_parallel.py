@@ -184,6 +184,28 @@ def test_training_with_adamw_is_that_of_the_serial_model(heads: tuple[int, int],
         require_same(found, truth)
 
 
+@pytest.mark.parametrize(("kv_heads", "way"), [(4, "plain"), (2, "plain"), (4, "sequence")])
+def test_norms_of_heads_see_the_gradients_of_all_heads(kv_heads: int, way: str) -> None:
+    config = replace(config_for(kv_heads), qk_norm="head")
+    truth = train_serially(config, "sgd", clip=0.5)
+
+    def on_rank(comm: Communicator) -> Trained:
+        return train(config, TensorParallel(comm, **WAYS[way]), Communicator.alone(), "sgd", clip=0.5)
+
+    for found in run(4, on_rank):
+        require_same(found, truth)
+
+
+def test_a_norm_of_all_heads_is_refused_where_a_rank_has_some_of_them() -> None:
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(
+            LayoutError, match="qk_norm='all' normalises all heads together, and each of tp=2"
+        ):
+            parallel_layers(replace(SMALL, qk_norm="all"), comm)
+
+    run(2, on_rank)
+
+
 @pytest.mark.parametrize(
     ("zero_stage", "way", "optimizer"), checkered((0, 1, 2, 3), ("plain", "sequence"), OPTIMIZERS)
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ def config_of(layers: int, kv_heads: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=16, hidden_size=40, layers=layers, heads=8, kv_heads=kv_heads, head_size=6, ffn_size=56
     )
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_norms_of_queries_and_keys_keep_what_the_formula_says(norm: str, mode: str) -> None:
+    of_three, of_two, of_one = (replace(config_of(n, 2), qk_norm=norm) for n in (3, 2, 1))
+    alone = Communicator.alone()
+    found = kept(alone, of_three, torch.float32, mode, {}) - kept(alone, of_two, torch.float32, mode, {})
+    assert found == llama_layer_nbytes(of_one, BATCH, SEQUENCE, itemsize=4, mode=mode)  # type: ignore[arg-type]
 
 
 def kept(comm: Communicator, config: LlamaConfig, dtype: torch.dtype, mode: str, way: dict[str, Any]) -> int:

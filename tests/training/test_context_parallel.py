@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError
@@ -214,6 +216,18 @@ def test_what_does_not_fit_is_refused_at_the_start_with_what_does(
     config = config_of(*MODEL, *options)
     assert message in refused(config, size, kind)
     assert not config.output.directory.exists()
+
+
+def test_documents_that_run_together_are_not_packed(config_of: MakeConfig, tmp_path: Path) -> None:
+    compiled = Tokenizer(models.WordLevel({"the": 0, "?": 1}, unk_token="?"))
+    compiled.pre_tokenizer = pre_tokenizers.Whitespace()
+    compiled.save(str(tmp_path / "words.json"))
+    joined = (f"data.tokenizer={tmp_path / 'words.json'}", "data.eos_token=false")
+    for layout in ((), ("mesh.cp=2",)):
+        config = config_of(*MODEL, *joined, PACKED, *layout)
+        assert "data.pack_documents = true, but data.eos_token = false" in refused(config, 2, ConfigError)
+        assert not config.output.directory.exists()
+    trained(config_of(*MODEL, *joined, "mesh.cp=2"), 2)
 
 
 # --- MPI ------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ MODEL = (
         (1, 3, ()),
         (1, 3, (SEQUENCE, "tensor_parallel.chunks=2", "optimizer.zero_stage=1")),
         (1, 4, ("model.kv_heads=2", "model.tie_embeddings=true")),
+        (1, 4, ("model.kv_heads=2", "model.qk_norm=head")),
+        (1, 2, ("model.qk_norm=head", "train.recompute=full", SEQUENCE)),
         (
             1,
             4,

@@ -11,7 +11,6 @@ its array, and *leads* the one in which the caller goes on, so that neither side
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from hpcpar.transport.buffers import (
     HostBuffer,
     is_cupy,
     is_torch,
+    octets_at,
     require_distinct_elements,
     torch_dtype_name,
     unknown_dtype,
@@ -318,8 +318,7 @@ def queue_of_thread(turn: int, cuda: CudaDriver, ordinal: int, kernels: Callable
 
 def as_pointer(octets: DeviceOctets) -> Octets:
     """The bytes as NumPy has them, for MPI, which wants an address: to look at them ends the process."""
-    memory: Any = (ctypes.c_uint8 * octets.size).from_address(octets.address)
-    return np.frombuffer(memory, dtype=np.uint8)
+    return octets_at(octets.address, octets.size)
 
 
 def is_on_device(array: Any) -> bool:
@@ -370,7 +369,7 @@ def bind_device(
         return Binding(array, buffer)
 
     def write_back() -> None:
-        with array.device, cupy_stream(used.stream, used.ordinal):
+        with array.device, cupy_stream(used.stream):
             array[...] = packed.reshape(array.shape)
 
     return Binding(array, buffer, write_back)

@@ -158,17 +158,14 @@ class CupyKernels:
         return self._compiled.setdefault(defined, module.get_function(name))
 
     def _stream(self, address: int) -> Any:
-        return self._streams.setdefault(address, cupy_stream(address, self._device.id))
+        return self._streams.setdefault(address, cupy_stream(address))
 
 
-def cupy_stream(address: int, ordinal: int) -> Any:
+def cupy_stream(address: int) -> Any:
     """CuPy's view of a stream of ours, which is to outlive it."""
     import cupy
 
-    from_external = getattr(cupy.cuda.Stream, "from_external", None)
-    if from_external is None:  # until CuPy 13
-        return cupy.cuda.ExternalStream(address, ordinal)
-    return from_external(_Stream(address))
+    return cupy.cuda.Stream.from_external(_Stream(address))
 
 
 class _Stream:

@@ -31,8 +31,6 @@ HOOKS = {
     "stand_in_calls": (ctypes.c_uint64, ctypes.c_char_p),
     "stand_in_show": (None, ctypes.c_int),
     "stand_in_release": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64),
-    "cuMemAllocAsync": (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
-    "cuMemAllocManaged": (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
 }
 """What each returns and takes."""
 
@@ -45,6 +43,10 @@ def obstacle():
     """Why there can be no stand-in here, or None."""
     if shutil.which("gcc") is None:
         return "needs gcc to build the stand-in for the CUDA driver"
+    try:
+        import cuda.bindings  # noqa: F401
+    except ImportError:
+        return "needs cuda-bindings: pip install hpcpar[cuda13] or hpcpar[cuda12]"
     if not Path("/proc/self/maps").exists():
         return "the stand-in for the CUDA driver needs Linux"
     if _library is None and "libcuda.so" in Path("/proc/self/maps").read_text():
@@ -104,18 +106,21 @@ def reach(address, nbytes):
 
 def alloc_pooled(nbytes):
     """Device memory that cannot be exported, as cudaMallocAsync's."""
-    address = ctypes.c_uint64()
-    if result := load().cuMemAllocAsync(ctypes.byref(address), nbytes, None):
-        raise MemoryError(f"cuMemAllocAsync: {result}")
-    return address.value
+    return _allocated("cuMemAllocAsync", nbytes, 0)
 
 
 def alloc_managed(nbytes):
     """Memory of host and device."""
-    address = ctypes.c_uint64()
-    if result := load().cuMemAllocManaged(ctypes.byref(address), nbytes, 1):
-        raise MemoryError(f"cuMemAllocManaged: {result}")
-    return address.value
+    return _allocated("cuMemAllocManaged", nbytes, 1)
+
+
+def _allocated(call, *arguments):
+    from cuda.bindings import driver as bindings
+
+    code, address = getattr(bindings, call)(*arguments)
+    if code:
+        raise MemoryError(f"{call}: {code.name}")
+    return int(address)
 
 
 class Gate:

@@ -1,0 +1,190 @@
+"""Hugging Face: parameters of a model directory, read into our models.
+
+    model = Llama(read_sizes("models/Mixtral-8x7B"), layers, seed=None)
+    read_parameters(model, "models/Mixtral-8x7B", world)        # each rank what it holds; then the optimizer
+
+A rank opens the files of those parameters alone that it has: its stage's layers, its own experts. Names are
+ours but for Mixtral's experts:
+
+    …layers.N.mlp.gate                              …layers.N.block_sparse_moe.gate
+    …layers.N.mlp.experts.E.{gate,up,down}_proj     …layers.N.block_sparse_moe.experts.E.{w1,w3,w2}
+
+The library `transformers` is not needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hpcpar.comm.agree import require_success
+from hpcpar.errors import CheckpointError, ConfigError
+from hpcpar.models.hugging_face_config import model_type, sizes_from_hugging_face
+from hpcpar.models.llama import EMBEDDING, Llama
+from hpcpar.planner.shapes import LlamaConfig
+from hpcpar.tensor_parallel import own_shard
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
+
+OF_TRAINING = frozenset(
+    {
+        *("max_sequence", "initial_std", "dropout"),
+        *("capacity_factor", "drop", "balance_loss", "balance_over", "z_loss", "bias_rate"),
+    }
+)
+"""Fields of the sizes that may differ from the files': without dropping, they change no logits."""
+
+BIAS = "e_score_correction_bias"
+"""Name of the buffer [E] of a router that selects experts by scores and biases."""
+
+WHOLE = "model.safetensors"
+
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def read_sizes(directory: Path | str) -> LlamaConfig:
+    """Return the sizes of the model in a directory; as `sizes_from_hugging_face`.
+
+    errors   CheckpointError where there is no config.json
+    """
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; name the directory of a model") from error
+    return sizes_from_hugging_face(config)
+
+
+@torch.no_grad()
+def read_parameters(model: Llama, directory: Path | str, comm: Communicator) -> None:
+    """Fill the parameters and biases of a model, or of a rank's part of it, from a directory. Collective.
+
+    comm     the ranks that hold the model; each reads what it has, once
+    errors   ConfigError where the model computes something else than the directory's; CheckpointError where
+             files lack a parameter, have one too many or one of another shape, or cannot be read; on all
+             ranks
+    """
+    error: Exception | None = None
+    try:
+        _require_same_model(model.config, read_sizes(directory), directory)
+        _read(model, Path(directory))
+    except (CheckpointError, ConfigError, OSError, SafetensorError) as caught:
+        error = caught
+    require_success(comm, error, f"reading {directory}")
+
+
+def file_names(sizes: LlamaConfig) -> dict[str, str]:
+    """Return, by our name of each parameter and each bias of experts, its name in the files."""
+    names = list(sizes.shapes())
+    kind = model_type(sizes)
+    if kind == "glm4_moe":
+        mixtures = [layer for layer in range(sizes.layers) if sizes.experts_of(layer) is not None]
+        names += [f"model.layers.{layer}.mlp.gate.{BIAS}" for layer in mixtures]
+    return {name: _mixtral_name(name) if kind == "mixtral" else name for name in names}
+
+
+def file_tensors(model: Llama) -> dict[str, Tensor]:
+    """Return the tensors that the files of a whole model have, by their names there."""
+    names, experts = file_names(model.config), model.config.experts
+    found = {}
+    for name, value in _targets(model, names):
+        if value is None:
+            assert experts is not None, "only a mixture has biases"
+            value = torch.zeros(experts.count)
+        found[names[name]] = value.detach().contiguous()
+    return found
+
+
+def _mixtral_name(name: str) -> str:
+    found = re.fullmatch(r"(.*)\.mlp\.experts\.(\d+)\.(\w+)\.weight", name)
+    if found:
+        return f"{found[1]}.block_sparse_moe.experts.{found[2]}.{MIXTRAL[found[3]]}.weight"
+    return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+
+
+def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: str = "") -> None:
+    """ConfigError unless two sizes compute the same; their fields one by one."""
+    for field in fields(ours):
+        mine, found = getattr(ours, field.name), getattr(theirs, field.name)
+        if is_dataclass(mine) and is_dataclass(found):
+            _require_same_model(mine, found, directory, f"{field.name}.")
+        elif field.name not in OF_TRAINING and mine != found:
+            raise ConfigError(
+                f"the model has {prefix}{field.name}={mine!r}, and {directory} has {found!r}; make it with "
+                "the sizes of read_sizes"
+            )
+
+
+def _read(model: Llama, directory: Path) -> None:
+    names, file_of = file_names(model.config), _files(directory)
+    _require_complete(set(names.values()), set(file_of), model.config.layers, directory)
+    shapes = model.config.shapes()
+    of_file: dict[str, list[tuple[str, Tensor | None]]] = {}
+    for name, target in _targets(model, names):
+        of_file.setdefault(file_of[names[name]], []).append((name, target))
+    for file, targets in of_file.items():
+        with safe_open(directory / file, framework="pt") as stored:
+            for name, target in targets:
+                value = stored.get_tensor(names[name])
+                if name in shapes and tuple(value.shape) != shapes[name]:
+                    raise CheckpointError(
+                        f"{names[name]} in {directory / file} has the shape {list(value.shape)}, and by "
+                        f"config.json it has {list(shapes[name])}"
+                    )
+                if target is not None:
+                    target.copy_(own_shard(target, value))
+                elif value.any():
+                    raise ConfigError(
+                        f"{directory} has biases that select experts, and the model, of bias_rate=0, has "
+                        "none; make it with the sizes of read_sizes"
+                    )
+
+
+def _targets(model: Llama, names: Iterable[str]) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield what this rank has: parameters, and biases, which may be None."""
+    own, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if name in own:
+            yield name, own[name]
+        elif attribute == BIAS and module in modules:
+            yield name, getattr(modules[module], BIAS)
+    if model.config.tie_embeddings and "lm_head.weight" in own and EMBEDDING not in own:
+        yield EMBEDDING, own["lm_head.weight"]  # a last stage's copy
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor, by the tensor's name."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return found
+    with safe_open(directory / WHOLE, framework="pt") as stored:
+        return dict.fromkeys(stored.keys(), WHOLE)
+
+
+def _require_complete(wanted: set[str], found: set[str], layers: int, directory: Path) -> None:
+    missing = sorted(wanted - found)
+    surplus = sorted(name for name in found - wanted if not _is_not_needed(name, layers))
+    for what, names in (("lacks", missing), ("also has", surplus)):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(
+                f"{directory} {what} {', '.join(names[:3])}{rest}, which is not what its config.json says; "
+                "save it by save_pretrained of transformers 4 or later"
+            )
+
+
+def _is_not_needed(name: str, layers: int) -> bool:
+    """True for what older files have as well, and for layers behind the last (multi-token prediction)."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= layers)
