@@ -111,7 +111,9 @@ def test_expert_parallel_peers_agree_with_one_process_and_hold_a_part_of_the_exp
     assert done.returncode == 0, done.stderr
     found = {line["peer"]: line for line in lines(path)}
     assert set(found) >= EXPERT_PARALLEL
-    assert all((line["ep"], line["experts"], line["tokens_per_step"]) == (2, 8, 64) for line in found.values())
+    assert all(
+        (line["ep"], line["experts"], line["tokens_per_step"]) == (2, 8, 64) for line in found.values()
+    )
     assert found.pop("no communication")["difference"] is None
     differences = {peer: line["difference"] for peer, line in found.items()}
     assert all(difference <= 1e-4 for difference in differences.values()), differences
@@ -134,7 +136,10 @@ MISTAKES = [
     (["--peers", "zigzag ring"], "zigzag ring: only with --cp"),
     (["--ep", "2", "--tp", "2"], "--tp 2 and --ep 2; give one of them"),
     (["--ep", "3"], "--ep 3, but the job has 2 ranks; all share each mixture here"),
-    (["--ep", "2", "--experts", "3", "--peers", "megatron ep"], "--experts 3 do not divide among --ep 2 ranks"),
+    (
+        ["--ep", "2", "--experts", "3", "--peers", "megatron ep"],
+        "--experts 3 do not divide among --ep 2 ranks",
+    ),
     (["--ep", "2", "--experts", "2", "--per-token", "3"], "experts.per_token=3, but there are"),
     (["--ep", "2", "--experts", "2", "--peers", "no communication"], "is no mixture of --per-token 2"),
     (["--layers", "0"], "layers=0 must be greater than 0"),
