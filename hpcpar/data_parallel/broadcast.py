@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,13 +59,13 @@ def broadcast_tensors(
 
 def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
-) -> int:
-    """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
+) -> dict[Communicator, int]:
+    """Bytes that all ranks of each communicator send in `broadcast_parameters`, by theory."""
     tensors = _in_memory(module)
-    comms = ReplicaComms(comm, tensors)
-    return sum(
-        broadcast_nbytes(comms.of(bucket.replicas), [bucket]) for bucket in _assigned(tensors, bucket_bytes)
-    )
+    comms, total = ReplicaComms(comm, tensors), Counter[Communicator]()
+    for bucket in _assigned(tensors, bucket_bytes):
+        total[comms.of(bucket.replicas)] += broadcast_nbytes(comms.of(bucket.replicas), [bucket])
+    return total
 
 
 def _everything(module: nn.Module) -> list[Named]:

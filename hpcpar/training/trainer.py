@@ -372,5 +372,5 @@ class Run:
             recompute=self.config.recompute,
             worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
             preemption=None if self._preemption is None else self._preemption.comm,
-            start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
+            start_nbytes={} if self.optimizer.zero_stage == 3 else self._start_nbytes,
         )
