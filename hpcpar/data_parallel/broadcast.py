@@ -62,7 +62,8 @@ def expected_broadcast_nbytes(
 ) -> dict[Communicator, int]:
     """Bytes that all ranks of each communicator send in `broadcast_parameters`, by theory."""
     tensors = _in_memory(module)
-    comms, total = ReplicaComms(comm, tensors), Counter[Communicator]()
+    comms = ReplicaComms(comm, tensors)
+    total: Counter[Communicator] = Counter()
     for bucket in _assigned(tensors, bucket_bytes):
         total[comms.of(bucket.replicas)] += broadcast_nbytes(comms.of(bucket.replicas), [bucket])
     return total
