@@ -36,6 +36,7 @@ from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.reducer import ADVICE, Reducer
 from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.sharded_step import ShardedStep, State
@@ -264,6 +265,11 @@ class DistributedOptimizer(Optimizer):
     def blocks(self) -> Sequence[Block]:
         """Flat parameters that a step works on; none where the optimizer steps on whole parameters."""
         return self._parts.blocks
+
+    @property
+    def replica_comms(self) -> ReplicaComms:
+        """Ranks with copies of each parameter: those of `dp_comm`, and of experts others."""
+        return self._parts.comms
 
     @property
     def sharding(self) -> FullyShardedState | None:
@@ -658,8 +664,8 @@ class DistributedOptimizer(Optimizer):
         """
         norms = norms if self._options.nonfinite == "step" else max(norms, 1)
         total: Counter[tuple[Communicator, str]] = Counter()
-        for replicas in self._parts.comms:
-            comm = self._parts.comms.of(replicas)
+        for replicas in self.replica_comms:
+            comm = self.replica_comms.of(replicas)
             nbytes = data_parallel_nbytes(
                 comm,
                 [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas],

@@ -84,6 +84,11 @@ class Router(nn.Module):
             logits = functional.linear(hidden.to(wide), self._summed(self.weight).to(wide))
         return route(logits, self.sizes, self.e_score_correction_bias), logits
 
+    def reset_parameters(self) -> None:
+        """Give memory of the meta device its biases of zero; `initialise` makes the weight."""
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias.zero_()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the bias with the module, but leave it in float32: fewer digits would lose its steps."""
         before = self.e_score_correction_bias
@@ -139,7 +144,7 @@ class MixtureOfExperts(nn.Module):
 
         def dispatched(values: Tensor) -> Tensor:
             """[B·S', …] -> [B·S", …]"""
-            return tokens.dispatched(values.view(*routed.shape[:2], -1)).flatten(0, 1)
+            return tokens.dispatched(values.view(*routed.shape[:2], values.shape[1])).flatten(0, 1)
 
         shared: list[Tensor] = []
         rows = tokens.dispatched(routed)

@@ -112,7 +112,7 @@ def expected_traffic(
         total[preemption, "allreduce"] += questions * allreduce_nbytes(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
-    if passes.sequence is None:  # a part of what tp sends would be compared with all of it
+    if passes.sequence is None or model.config.experts:  # a part would be compared with all that tp sends
         return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
     return total
 
@@ -185,7 +185,7 @@ def _norms(
     """
     over, reducer = split_over(model), optimizer.reducer
     kinds = {
-        over.get(name, ()): reducer.comms.of(info_of(parameter).replicas)
+        over.get(name, ()): optimizer.replica_comms.of(info_of(parameter).replicas)
         for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
     }
     total: Counter[tuple[Communicator, str]] = Counter()
