@@ -47,11 +47,12 @@ def balance_loss(
     shares = routing.scores
     if sizes.score == "sigmoid":
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-    loads = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    # In the shares' type: integers would divide in float32.
+    loads = counts.to(shares.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
     if sequence_of is None:
-        products = shares.sum(0) * loads[0].to(shares.dtype)
+        products = shares.sum(0) * loads[0]
     else:
-        products = shares * loads.to(shares.dtype)[sequence_of]
+        products = shares * loads[sequence_of]
     return products.sum() * sizes.count / tokens
 
 

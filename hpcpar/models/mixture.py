@@ -143,8 +143,8 @@ class MixtureOfExperts(nn.Module):
                 routing = self._balanced(routing, logits, hidden, kept)
 
         def dispatched(values: Tensor) -> Tensor:
-            """[B·S', …] -> [B·S", …]"""
-            return tokens.dispatched(values.view(*routed.shape[:2], values.shape[1])).flatten(0, 1)
+            """[B·S', k] -> [B·S", k]"""
+            return tokens.dispatched(values.view(*routed.shape[:2], self.sizes.per_token)).flatten(0, 1)
 
         shared: list[Tensor] = []
         rows = tokens.dispatched(routed)

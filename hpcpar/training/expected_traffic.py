@@ -185,15 +185,15 @@ def _norms(
     """
     over, reducer = split_over(model), optimizer.reducer
     kinds = {
-        over.get(name, ()): optimizer.replica_comms.of(info_of(parameter).replicas)
+        (over.get(name, ()), optimizer.replica_comms.of(info_of(parameter).replicas))
         for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
     }
     total: Counter[tuple[Communicator, str]] = Counter()
-    for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
+    for comm in dict.fromkeys([*(comm for kind, _ in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
         total[comm, "allreduce"] += steps * (1 + looks) * once
     if optimizer.zero_stage:
-        for comm, number in Counter(kinds.values()).items():
+        for comm, number in Counter(over_comm for _, over_comm in kinds).items():
             nbytes = allreduce_nbytes(comm, number * NORM_NBYTES, dtype="float64")
             total[comm, "allreduce"] += steps * nbytes
     return total
