@@ -31,7 +31,13 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from hpcpar.autograd.held_parameter import own_gradient
-from hpcpar.autograd.split_norms import Spread, in_common_order, norm_of_parts, require_norm_type, split_over_of
+from hpcpar.autograd.split_norms import (
+    Spread,
+    in_common_order,
+    norm_of_parts,
+    require_norm_type,
+    split_over_of,
+)
 from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:

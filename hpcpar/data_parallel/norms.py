@@ -58,7 +58,7 @@ class GradientNorm:
 
     @cached_property
     def _spreads(self) -> list[Spread]:
-        """The ways in which gradients are spread over ranks, each once; those over the optimizer's ranks first.
+        """Ways in which gradients are spread over ranks, each once; those over the optimizer's ranks first.
 
         First looked at when a norm is taken: a pipeline may be made of parameters after their optimizer.
         """
