@@ -20,6 +20,7 @@ from hpcpar.comm.agree import require_same
 from hpcpar.errors import LayoutError, OperationError
 from hpcpar.expert_parallel.dispatch import owners
 from hpcpar.expert_parallel.exchange import (
+    EXPERTS,
     POSITIONS,
     Arrive,
     Assignment,
@@ -55,9 +56,9 @@ class ExpertParallel:
                   rows, too: fewer bytes between nodes, and sums in another order
     errors        LayoutError; MismatchError on every rank whose ranks ask for different things
 
-    Without halves and sum_on_node outputs and gradients are those of one rank to the bit, for any number of
-    ranks and stages: an expert's rows are in the order of global positions, and a token's outputs are added
-    in the order of its slots.
+    On CPUs, without halves and sum_on_node, outputs and gradients are those of one rank to the bit, for any
+    number of ranks and stages: an expert's rows are in the order of global positions, and a token's outputs
+    are added in the order of its slots.
     source   Shazeer et al. 2017, arXiv 1701.06538; Lepikhin et al. 2020, GShard, arXiv 2006.16668
     """
 
@@ -72,8 +73,8 @@ class ExpertParallel:
     ) -> None:
         asked = f"ExpertParallel(count={count}, {stages=}, {halves=}, {sum_on_node=})"
         require_same(comm, asked)
-        if count < 1 or stages not in ("auto", 1, 2):
-            raise LayoutError(f'{asked}: there is at least one expert, and stages are 1, 2 or "auto"')
+        if not 1 <= count < EXPERTS or stages not in ("auto", 1, 2):
+            raise LayoutError(f'{asked}: count is from 1 to {EXPERTS - 1}, and stages are 1, 2 or "auto"')
         if sum_on_node and stages == 1:
             raise LayoutError(f'{asked}: outputs are summed on nodes in two stages; give stages=2, or "auto"')
         self.comm, self.count = comm, count

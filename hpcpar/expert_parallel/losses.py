@@ -49,10 +49,7 @@ def balance_loss(
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     # In the shares' type: integers would divide in float32.
     loads = counts.to(shares.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
-    if sequence_of is None:
-        products = shares.sum(0) * loads[0]
-    else:
-        products = shares * loads[sequence_of]
+    products = shares.sum(0) * loads[0] if sequence_of is None else shares * loads[sequence_of]
     return products.sum() * sizes.count / tokens
 
 

@@ -248,7 +248,7 @@ def test_attached_losses_give_the_gradient_of_the_sum_of_all_losses(over: str) -
     found = model.balancing.finish_step()
     assert list(found) == [1, 2]
     for layer, expected in zip(found.values(), extra, strict=True):
-        assert layer.balance_loss + layer.z_loss == pytest.approx(float(expected), rel=1e-12)
+        assert layer.balance_loss + layer.z_loss == pytest.approx(float(expected.detach()), rel=1e-12)
 
 
 @pytest.mark.parametrize("over", ["sequence", "batch"])
@@ -300,11 +300,11 @@ def test_the_global_loss_takes_the_counts_of_the_step_so_far() -> None:
     expected = balance_loss(routings[0], config.experts, counts[0], tokens.numel())
     expected += balance_loss(routings[1], config.experts, counts[0] + counts[1], tokens.numel())
     found = model.balancing.finish_step()[1]
-    assert found.balance_loss == pytest.approx(0.5 * float(expected), rel=1e-12)
+    assert found.balance_loss == pytest.approx(0.5 * float(expected.detach()), rel=1e-12)
     model(tokens[:2])  # a new step begins from nothing
     again = model.balancing.finish_step()[1]
     first = balance_loss(routings[0], config.experts, counts[0], tokens.numel())
-    assert again.balance_loss == pytest.approx(0.5 * float(first), rel=1e-12)
+    assert again.balance_loss == pytest.approx(0.5 * float(first.detach()), rel=1e-12)
 
 
 # --- biases and counts ----------------------------------------------------------------------------
