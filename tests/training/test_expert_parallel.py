@@ -209,7 +209,12 @@ def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout:
     [
         (
             2,
-            ("mesh.ep=2", "model.experts.count=1", "model.experts.per_token=1"),
+            (
+                "mesh.ep=2",
+                "model.experts.count=1",
+                "model.experts.per_token=1",
+                "model.experts.renormalise=false",
+            ),
             ConfigError,
             "mesh.ep = 2 ranks",
         ),
