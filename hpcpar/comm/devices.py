@@ -20,8 +20,9 @@ from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu import cuda_driver
 from hpcpar.transport.gpu import kernels as gpu_kernels
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
-from hpcpar.transport.gpu.device_buffer import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.gpu.ipc import EventExports, EventImports, Exports, Imports
+from hpcpar.transport.gpu.queue import Queue, queue_of_thread, queues_of_thread
 from hpcpar.transport.gpu.staged import PinnedPool
 
 if TYPE_CHECKING:

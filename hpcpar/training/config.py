@@ -30,6 +30,7 @@ from hpcpar.comm import select
 from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
+from hpcpar.planner.experts import BalanceOver, Drop, Score
 from hpcpar.planner.shapes import QueryKeyNorm
 from hpcpar.training.usual_names import OF_OTHERS
 
@@ -58,6 +59,27 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class ExpertsSection(Section):
+    """Changes to the preset's experts, or experts for a model without them. Fields as in `Experts`."""
+
+    count: int | None = None
+    per_token: int | None = None
+    ffn_size: int | None = None
+    shared_ffn_size: int | None = None
+    first_dense: int | None = None
+    score: Score | None = None
+    renormalise: bool | None = None
+    scale: float | None = None
+    groups: int | None = None
+    groups_per_token: int | None = None
+    capacity_factor: float | None = None
+    drop: Drop | None = None
+    balance_loss: float | None = None
+    balance_over: BalanceOver | None = None
+    z_loss: float | None = None
+    bias_rate: float | None = None
+
+
 class ModelSection(Section):
     """A preset and changes to it. Fields as in `LlamaConfig`.
 
@@ -81,6 +103,7 @@ class ModelSection(Section):
     initial_std: float | None = Field(default=None, ge=0)
     dropout: float | None = Field(default=None, ge=0, lt=1)
     qk_norm: QueryKeyNorm | None = None
+    experts: ExpertsSection = ExpertsSection()
     seed: int = 0
 
 
@@ -330,6 +353,8 @@ class Config(Section):
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
         """Return the model's sizes for tokens 0 … vocabulary - 1."""
         named = self.model.model_dump(exclude={"preset", "seed"}, exclude_none=True)
+        if not named["experts"]:
+            del named["experts"]
         config = LlamaConfig.preset(
             self.model.preset, **({"vocab_size": vocabulary, "max_sequence": self.train.sequence} | named)
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
-from hpcpar.transport.gpu.device_buffer import DeviceOctets, Mark, Queue
+from hpcpar.transport.gpu.queue import DeviceOctets, Mark, Queue
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Transport
 
 PIECE_NBYTES = 2 * 1024 * 1024

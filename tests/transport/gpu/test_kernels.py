@@ -514,7 +514,7 @@ class FakeCupy(types.ModuleType):
 def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch):
     cupy = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    kernels = gpu_kernels.CupyKernels(5)
+    kernels = gpu_kernels.Kernels(5)
     for stream in (77, 78, 77):
         kernels.fold("average", "float32", 4096, [4096, 8192], 10**6, divisor=2, stream=stream)
     assert cupy.compiled == [(*gpu_kernels.OPTIONS, "-DOPERATION=op_sum", "-DELEMENT=element_float32")]

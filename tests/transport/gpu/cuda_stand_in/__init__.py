@@ -55,19 +55,25 @@ def obstacle():
 
 
 def build():
-    """The library, compiled once per source and compiler; several processes may ask at the same time."""
-    compiler = subprocess.run(["gcc", "--version"], capture_output=True, check=True, timeout=60).stdout
-    key = hashlib.sha256(compiler + SOURCE.read_bytes() + repr((COMPILE, NAME)).encode()).hexdigest()[:16]
+    """The library, for the loader under the driver's name."""
+    return compiled([*COMPILE, *NAME], SOURCE)
+
+
+def compiled(command, source, *included):
+    """A library of this source, made once for each compiler; several processes may ask at the same time."""
+    compiler = subprocess.run([command[0], "--version"], capture_output=True, check=True, timeout=60).stdout
+    texts = b"".join(file.read_bytes() for file in (source, *included))
+    key = hashlib.sha256(compiler + texts + repr(command).encode()).hexdigest()[:16]
     # A folder of this user's own: another one's library is not to be loaded.
-    folder = Path(tempfile.gettempdir()) / f"hpcpar-cuda-stand-in-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"hpcpar-stand-in-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to somebody else")
-    target = folder / f"libcuda-{key}.so"
+    target = folder / f"{source.stem}-{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as apart:
             fresh = Path(apart) / target.name
-            subprocess.run([*COMPILE, *NAME, "-o", fresh, SOURCE], check=True, timeout=120)
+            subprocess.run([*command, "-o", fresh, source], check=True, timeout=300)
             fresh.replace(target)
     return target
 
