@@ -98,7 +98,7 @@ class ExpertParallel:
         """
         self.comm.progress()
         if self.halves and outputs is not None and outputs.requires_grad:
-            outputs.register_hook(lambda _: self.comm.progress())
+            outputs.register_hook(lambda _: self.comm.progress())  # type: ignore[no-untyped-call]
 
     @uncompiled
     def mix(
