@@ -13,7 +13,7 @@ import click
 from hpcpar.algorithms.topology import Link
 from hpcpar.cli.draw_context import COLOURS
 from hpcpar.errors import HpcparError, LayoutError
-from hpcpar.expert_parallel.dispatch import Dispatch, Message, between_nodes, prove, rows_sent, seconds
+from hpcpar.expert_parallel.dispatch import Dispatch, RowMessage, between_nodes, prove, rows_sent, seconds
 from hpcpar.partition import bounds
 
 NUMBER = click.IntRange(min=1)
@@ -23,7 +23,7 @@ BAR = 40
 """Characters of the busiest expert's bar."""
 
 
-class Way(NamedTuple):
+class DispatchWay(NamedTuple):
     """Rows of a layer's forward and backward, in one stage or in two.
 
     sent      rows from each rank to each other
@@ -37,12 +37,12 @@ class Way(NamedTuple):
     time_s: float
 
 
-class Drawn(NamedTuple):
+class DrawnExperts(NamedTuple):
     """A routing, and the ways of its rows, proved."""
 
     title: str
     dispatch: Dispatch
-    ways: tuple[Way, Way]
+    ways: tuple[DispatchWay, DispatchWay]
 
 
 @click.command()
@@ -88,7 +88,7 @@ def experts(output: Path | None, **given: Any) -> None:
 
 def planned(
     ranks: int, nodes: int, count: int, per_token: int, tokens: int, skew: float, seed: int, **given: Any
-) -> Drawn:
+) -> DrawnExperts:
     """Draw a routing by chance, prove both ways of its rows and price them."""
     if per_token > count:
         raise LayoutError(f"--per-token={per_token}, but there are --experts={count}; give {count} or fewer")
@@ -104,7 +104,7 @@ def planned(
         f"{tokens * ranks:,} tokens of {per_token} of {count} experts on {words(ranks, 'rank')} of "
         f"{words(nodes, 'node')}{', outputs summed on nodes' if given['sum_on_node'] else ''}"
     )
-    return Drawn(title, one, (way("one stage", one, **given), way("two stages", two, **given)))
+    return DrawnExperts(title, one, (way("one stage", one, **given), way("two stages", two, **given)))
 
 
 def chosen(draw: random.Random, count: int, per_token: int, skew: float) -> tuple[int, ...]:
@@ -122,14 +122,14 @@ def way(
     beta_intra: float,
     alpha_inter: float,
     beta_inter: float,
-) -> Way:
+) -> DispatchWay:
     """Prove the way of a dispatch, count its rows and price them."""
     there, back = dispatch.messages, dispatch.returns(sum_on_node=sum_on_node)
     prove(dispatch, there, back)
     nodes = dispatch.nodes
     links = Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter)
 
-    def leaving(rank: int, messages: Sequence[Message]) -> int:
+    def leaving(rank: int, messages: Sequence[RowMessage]) -> int:
         return between_nodes([each for each in messages if each.sender == rank], nodes)
 
     # Gradients of outputs go the way of tokens, and those of tokens the way of outputs.
@@ -137,7 +137,7 @@ def way(
         [2 * (one + other) for one, other in zip(*rows, strict=True)]
         for rows in zip(rows_sent(there, dispatch.size), rows_sent(back, dispatch.size), strict=True)
     ]
-    return Way(
+    return DispatchWay(
         name,
         sent,
         [2 * (leaving(rank, there) + leaving(rank, back)) for rank in range(dispatch.size)],
@@ -173,7 +173,7 @@ def balance(loads: Sequence[int]) -> str:
     )
 
 
-def table(drawn: Drawn) -> str:
+def table(drawn: DrawnExperts) -> str:
     """Tabulate the rows from each rank to each other, of both ways beside each other, and their sums."""
     ranks = range(drawn.dispatch.size)
     head, cells = [""], [[f"rank {rank}"] for rank in ranks]
@@ -192,6 +192,6 @@ def table(drawn: Drawn) -> str:
     return "\n".join([above, *lines, "", *map(total, drawn.ways)])
 
 
-def total(of: Way) -> str:
+def total(of: DispatchWay) -> str:
     rows, between = sum(map(sum, of.sent)), sum(of.between)
     return f"{of.name}: {rows:,} rows, {between:,} of them between nodes; {of.time_s * 1e6:,.1f} µs"

@@ -17,14 +17,14 @@ from hpcpar.cli.schedule_picture import save_few_colours
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hpcpar.cli.draw_experts import Drawn, Way
+    from hpcpar.cli.draw_experts import DispatchWay, DrawnExperts
     from hpcpar.expert_parallel.dispatch import Dispatch
 
 LABELLED_RANKS = 8
 """With more ranks a number does not fit into its cell."""
 
 
-def draw(drawn: Drawn, path: Path) -> None:
+def draw(drawn: DrawnExperts, path: Path) -> None:
     """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
     axes.set_title(balance(loads), fontsize=8)
 
 
-def _draw_rows(axes: Axes, way: Way, nodes: tuple[int, ...], most: int) -> None:
+def _draw_rows(axes: Axes, way: DispatchWay, nodes: tuple[int, ...], most: int) -> None:
     import numpy as np
 
     sent = np.array(way.sent)

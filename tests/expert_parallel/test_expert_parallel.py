@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from hpcpar.errors import LayoutError, MismatchError, OperationError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.expert_parallel.dispatch import Dispatch, between_nodes, rows_sent
 from hpcpar.partition import bounds
+from tests.command import until
 
 HIDDEN, WIDTH = 32, 48
 NODES = {2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 1, 0, 1, 1]}
@@ -397,6 +399,62 @@ def test_what_is_computed_meanwhile_is_added() -> None:
     for with_shared, apart, one, other in run_loopback(2, mixed):
         assert torch.equal(with_shared, apart)
         torch.testing.assert_close(one, other)
+
+
+class Meeting:
+    """Let rank 0 stay in the middle of its work until rank 1 has come to a point that needs rank 0's rows."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def come(self, comm: Communicator) -> None:
+        if comm.rank == 1:
+            self.reached.set()
+        else:
+            until(lambda: comm.progress() or self.reached.is_set(), "rows come while rank 0 computes", 20)
+
+
+def test_rows_travel_meanwhile() -> None:
+    problem, meeting = Problem.random(), Meeting()
+
+    def mixed(comm: Communicator) -> None:
+        ep = ExpertParallel(comm, problem.count)
+
+        def compute(rows: Tensor, counts: list[int]) -> Tensor:
+            if comm.rank == 1:
+                meeting.come(comm)
+            return rows
+
+        def meanwhile() -> None:
+            if comm.rank == 0:
+                meeting.come(comm)
+
+        ep.mix(problem.hidden, problem.experts, problem.weights, compute, meanwhile=meanwhile)
+
+    run_loopback(2, mixed)
+
+
+def test_rows_of_one_half_travel_while_the_experts_of_the_other_compute_there_and_back() -> None:
+    """Rank 0 is in its first half while rank 1 comes to the second, and in backward the other way round."""
+    problem, forward, backward = Problem.random(), Meeting(), Meeting()
+
+    def mixed(comm: Communicator) -> None:
+        ep = ExpertParallel(comm, problem.count, halves=True)
+        calls: list[int] = []
+
+        def compute(rows: Tensor, counts: list[int]) -> Tensor:
+            calls.append(1)
+            outputs = rows * 2
+            if len(calls) == 1 + comm.rank:
+                forward.come(comm)
+            if len(calls) == 2 - comm.rank:
+                outputs.register_hook(lambda gradient: backward.come(comm))
+            return outputs
+
+        hidden = problem.hidden.clone().requires_grad_()
+        ep.mix(hidden, problem.experts, problem.weights, compute).sum().backward()
+
+    run_loopback(2, mixed)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
