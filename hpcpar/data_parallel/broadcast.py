@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of `root`; collective.
 
-    Parameters that not every rank has (experts) become those of the first rank with a copy, or of `root`.
+    Parameters that not every rank has (experts) become those of the first rank with a copy.
     Frozen parameters and buffers that are not saved are included; shared ones travel once. Values
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
@@ -37,9 +38,9 @@ def broadcast_parameters(
     comms = ReplicaComms(comm, [tensor for _, tensor in everything])
     comms.agree_on_parameters(everything, "parameters and buffers")
     for replicas, some in comms.divided(everything).items():
-        holders, source = comms.of(replicas), comm.world_ranks[root]
-        # Of experts that the root does not have, those of the first rank that has them.
-        first = holders.world_ranks.index(source) if source in holders.world_ranks else 0
+        holders = comms.of(replicas)
+        # Ranks with copies of an expert may lie in several communicators with roots of their own.
+        first = root if holders is comm else 0
         broadcast_tensors([tensor for _, tensor in some], holders, root=first, bucket_bytes=bucket_bytes)
 
 
@@ -58,13 +59,14 @@ def broadcast_tensors(
 
 def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
-) -> int:
-    """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
+) -> dict[Communicator, int]:
+    """Bytes that all ranks of each communicator send in `broadcast_parameters`, by theory."""
     tensors = _in_memory(module)
     comms = ReplicaComms(comm, tensors)
-    return sum(
-        broadcast_nbytes(comms.of(bucket.replicas), [bucket]) for bucket in _assigned(tensors, bucket_bytes)
-    )
+    total: Counter[Communicator] = Counter()
+    for bucket in _assigned(tensors, bucket_bytes):
+        total[comms.of(bucket.replicas)] += broadcast_nbytes(comms.of(bucket.replicas), [bucket])
+    return total
 
 
 def _everything(module: nn.Module) -> list[Named]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.autograd.split_norms import (
+    Spread,
     in_common_order,
     norm_of_parts,
     require_norm_type,
@@ -22,11 +23,9 @@ from hpcpar.autograd.split_norms import (
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.replica_comms import ReplicaComms
-from hpcpar.errors import OperationError
 from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
-    from hpcpar.autograd.split_norms import Kind
     from hpcpar.comm import Communicator
 
 
@@ -58,29 +57,18 @@ class GradientNorm:
         self._sharded = sharded
 
     @cached_property
-    def _kinds(self) -> list[Kind]:
-        """The ways in which parameters are split, each once.
+    def _spreads(self) -> list[Spread]:
+        """Ways in which gradients are spread over ranks, each once; those over the optimizer's ranks first.
 
         First looked at when a norm is taken: a pipeline may be made of parameters after their optimizer.
         """
         split = [parameter for parameter in self._others if split_over_of(parameter)]
-        return list(dict.fromkeys(map(split_over_of, [*self._parameters, *split])))
+        found = dict.fromkeys(map(self._spread_of, [*self._parameters, *split]))
+        return sorted(found, key=lambda spread: spread.shards_over not in (None, self._comms.dp_comm))
 
-    @cached_property
-    def _shards_over(self) -> dict[Kind, Communicator] | None:
-        """By kind, the ranks that have a shard of what is split so; None where each has all of it."""
-        if not self._sharded:
-            return None
-        found: dict[Kind, Communicator] = {}
-        for parameter in [*self._parameters, *self._others]:
-            comm, kind = self._comms.of(info_of(parameter).replicas), split_over_of(parameter)
-            if kind in self._kinds and found.setdefault(kind, comm) is not comm:
-                raise OperationError(
-                    f"parameters with copies on the ranks of {comm.name!r} and of {found[kind].name!r} are "
-                    "split over the same communicators; note for those with fewer copies over whose ranks "
-                    "they are spread (split_over=)"
-                )
-        return dict(sorted(found.items(), key=lambda item: item[1] is not self._comms.dp_comm))
+    def _spread_of(self, parameter: Tensor) -> Spread:
+        comm = self._comms.of(info_of(parameter).replicas) if self._sharded else None
+        return Spread(split_over_of(parameter), comm)
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
@@ -105,9 +93,9 @@ class GradientNorm:
         members   numbers of the parameters that count, the same on every rank; None: all
         """
         require_norm_type(norm_type)
-        if not self._kinds:
+        if not self._spreads:
             return torch.zeros(())
-        result = norm_of_parts(self._parts(flats, members), self._kinds, norm_type, self._shards_over)
+        result = norm_of_parts(self._parts(flats, members), self._spreads, norm_type)
         if not flats:
             return result.to(torch.get_default_dtype())
         return result.to(
@@ -123,16 +111,16 @@ class GradientNorm:
             longest = torch.promote_types(flat.dtype, torch.float64)
             if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
                 broken += 1
-        sharded_over = dict.fromkeys((self._shards_over or {}).values())
-        for comm in [*sharded_over, *in_common_order(self._kinds)]:
+        sharded_over = dict.fromkeys(spread.shards_over for spread in self._spreads if spread.shards_over)
+        for comm in [*sharded_over, *in_common_order([spread.kind for spread in self._spreads])]:
             comm.allreduce(broken)
         return not broken.item()
 
-    def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Kind, Tensor]]:
-        if len(self._kinds) == 1 and not self._elsewhere and members is None:
-            return [(self._kinds[0], flat) for flat in flats]
+    def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Spread, Tensor]]:
+        if len(self._spreads) == 1 and not self._elsewhere and members is None:
+            return [(self._spreads[0], flat) for flat in flats]
         return [
-            (split_over_of(self._parameters[member]), flat[start:stop])
+            (self._spread_of(self._parameters[member]), flat[start:stop])
             for flat, places in zip(flats, self._places, strict=True)
             for member, start, stop in places
             if members is None or member in members

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -257,22 +258,23 @@ class FullyShardedState:
             for parameter in each.parameters
         ]
 
-    def expected_traffic(self, forwards: int, backwards: int) -> dict[str, int]:
-        """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
+    def expected_traffic(self, forwards: int, backwards: int) -> dict[tuple[Communicator, str], int]:
+        """Bytes that all ranks of a communicator send to gather parameters in these forwards and backwards.
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
         if self.node_shared is not None:
             return {}
-        total = 0
+        total: Counter[tuple[Communicator, str]] = Counter()
         for unit in self.units:
             times = forwards + (0 if unit.keeps else backwards)
             for group in unit.groups:
                 bucket = group.block.bucket
-                total += times * collective_nbytes(
-                    self.comms.of(bucket.replicas), "allgather", bucket.nbytes, dtype=dtype_of(bucket)
+                comm = self.comms.of(bucket.replicas)
+                total[comm, "allgather"] += times * collective_nbytes(
+                    comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
                 )
-        return {"allgather": total}
+        return total
 
 
 def fully_shard(

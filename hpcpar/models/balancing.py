@@ -48,10 +48,11 @@ class _Layer:
         self.reset()
 
     def reset(self) -> None:
-        self.counts = torch.zeros(self.experts, dtype=torch.int64)
-        self.global_counts = torch.zeros(self.experts, dtype=torch.int64)
-        self.dropped = torch.zeros((), dtype=torch.int64)
-        self.losses = torch.zeros(2, dtype=torch.float64)
+        # On the CPU also where the model is built on the meta device.
+        self.counts = torch.zeros(self.experts, dtype=torch.int64, device="cpu")
+        self.global_counts = torch.zeros_like(self.counts)
+        self.dropped = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.losses = torch.zeros(2, dtype=torch.float64, device="cpu")
 
 
 class Balancing:

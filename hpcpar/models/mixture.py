@@ -84,6 +84,11 @@ class Router(nn.Module):
             logits = functional.linear(hidden.to(wide), self._summed(self.weight).to(wide))
         return route(logits, self.sizes, self.e_score_correction_bias), logits
 
+    def reset_parameters(self) -> None:
+        """Give memory of the meta device its biases of zero; `initialise` makes the weight."""
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias.zero_()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the bias with the module, but leave it in float32: fewer digits would lose its steps."""
         before = self.e_score_correction_bias
