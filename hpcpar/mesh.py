@@ -12,9 +12,12 @@ Axes, outermost first, so that neighbours along `tp` are neighbours in rank:
                       dp1    2   3   dp1    6   7
                           pp0            pp1
 
-Expert parallelism adds no ranks: `ep` is folded out of dp × cp. The DP·CP ranks with equal pp and tp are
-numbered dp·CP + cp = edp·EP + ep. Each run of EP neighbours holds the experts once, and ranks along `edp`
-hold the same experts. So {dp, cp} and {edp, ep} are two views of the same ranks.
+Expert parallelism adds no ranks: `ep` is folded out of dp × cp × tp. A stage's ranks are numbered
+
+    (dp·CP + cp)·TP + tp = (edp·EP + ep)·ETP + etp        ETP is 1 (experts are whole) or TP (each is split)
+
+Each run of EP·ETP neighbours holds the experts once, and ranks along `edp` hold the same parts of the same
+experts. So {dp, cp, tp} and {edp, ep, etp} are two views of the same ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ logger = logging.getLogger(__name__)
 AXES = ("pp", "dp", "cp", "tp")
 """The axes whose degrees multiply to the number of ranks, outermost first."""
 
-DEGREES = (*AXES, "ep")
+DEGREES = (*AXES, "ep", "etp")
 """Degrees that a user sets."""
 
-FOLDED_AXES = ("pp", "edp", "ep", "tp")
-"""The view of experts: dp × cp read as edp × ep."""
+FOLDED_AXES = ("pp", "edp", "ep", "etp")
+"""The view of experts: dp × cp × tp read as edp × ep × etp."""
 
 
 class Coordinates(NamedTuple):
@@ -54,41 +57,56 @@ class Coordinates(NamedTuple):
     tp: int
     edp: int
     ep: int
+    etp: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees of parallelism of `size` ranks. Every degree is at least 1, and ep divides dp × cp."""
+    """Degrees of parallelism of `size` ranks.
+
+    ep    ranks that the experts are spread over; it divides dp × cp × tp / etp
+    etp   ranks that each expert is split over: 1, or tp
+    errors   LayoutError for a degree below 1, or one that does not divide
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         for axis in DEGREES:
             degree = getattr(self, axis)
             if not _is_degree(degree):
                 raise LayoutError(f"{axis}={degree!r}: a degree is a whole number of at least 1")
-        if (self.dp * self.cp) % self.ep:
+        if self.etp not in (1, self.tp):
             raise LayoutError(
-                f"ep={self.ep} is folded out of dp x cp = {self.dp * self.cp} ranks and must divide them; "
-                + _nearest_divisors("ep", self.ep, self.dp * self.cp)
+                f"etp={self.etp}: experts are whole (etp=1) or split as the other layers are (etp={self.tp}, "
+                f"as tp={self.tp}); use one of these"
+            )
+        whole = self.dp * self.cp * self.tp // self.etp
+        if whole % self.ep:
+            over = "dp x cp" if self.etp == self.tp else "dp x cp x tp"
+            raise LayoutError(
+                f"ep={self.ep} is folded out of {over} = {whole} ranks and must divide them; "
+                + _nearest_divisors("ep", self.ep, whole)
             )
 
     def __str__(self) -> str:
         """Format the degrees above 1: "pp=2 x dp=2 x tp=3, ep=2"."""
         product = _product_text({axis: self.degree(axis) for axis in AXES})
-        return f"{product}, ep={self.ep}" if self.ep > 1 else product
+        folded = [f"{axis}={self.degree(axis)}" for axis in ("ep", "etp") if self.degree(axis) > 1]
+        return ", ".join([product, *folded])
 
     @classmethod
     def fit(cls, world_size: int, **degrees: int | None) -> Layout:
         """Build the layout of exactly `world_size` ranks with the given degrees.
 
         One of pp, dp, cp, tp may be None or -1 and is derived from the others; without such a one, dp is
-        derived unless given. `ep=None` or `ep=-1` spreads the experts over all of dp × cp. Other degrees
-        default to 1.
+        derived unless given. `ep=None` or `ep=-1` spreads the experts over all ranks of a stage. Other
+        degrees default to 1.
         errors   LayoutError that names a degree that fits
         """
         for axis in degrees:
@@ -100,8 +118,10 @@ class Layout:
                     f"{axis}={degree!r}: a degree is a whole number of at least 1 (or -1: derived)"
                 )
         product = _derive({axis: given[axis] for axis in AXES if axis in given}, world_size)
+        etp = given.get("etp", 1) or product["tp"]
         expert = given.get("ep", 1)
-        return cls(**product, ep=product["dp"] * product["cp"] if expert is None else expert)
+        spread = product["dp"] * product["cp"] * product["tp"] // etp
+        return cls(**product, ep=spread if expert is None else expert, etp=etp)
 
     @property
     def size(self) -> int:
@@ -110,8 +130,8 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Number of ranks that hold the same experts: dp · cp / ep."""
-        return self.dp * self.cp // self.ep
+        """Number of ranks that hold the same parts of the same experts: dp · cp · tp / (ep · etp)."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def degree(self, axis: str) -> int:
         """Degree of `axis`."""
@@ -128,8 +148,9 @@ class Layout:
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
-        edp, ep = divmod(dp * self.cp + cp, self.ep)
-        return Coordinates(pp, dp, cp, tp, edp, ep)
+        rest, etp = divmod((dp * self.cp + cp) * self.tp + tp, self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return Coordinates(pp, dp, cp, tp, edp, ep, etp)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Partition the ranks into groups that differ only along `axes`, each in rank order.
@@ -168,11 +189,11 @@ def _other_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """Axes that are fixed within a group along `axes`, outermost first."""
     for axis in axes:
         _check_axis(axis, Coordinates._fields)
-    folded = {"ep", "edp"} & set(axes)
-    if folded and {"dp", "cp"} & set(axes):
+    folded = {"ep", "edp", "etp"} & set(axes)
+    if folded and {"dp", "cp", "tp"} & set(axes):
         raise LayoutError(
-            f"axes {', '.join(axes)} overlap: ep and edp are another view of dp x cp; "
-            "combine ep with edp, or dp with cp"
+            f"axes {', '.join(axes)} overlap: edp, ep and etp are another view of dp x cp x tp; "
+            "combine edp, ep and etp with each other, or dp, cp and tp"
         )
     return tuple(axis for axis in (FOLDED_AXES if folded else AXES) if axis not in axes)
 
@@ -277,7 +298,7 @@ def crossing_reason(nodes: Sequence[int], layout: Layout) -> str | None:
     """
     per_node = Counter(nodes)
     largest = max(per_node.values(), default=0)
-    for axis, span in (("tp", layout.tp), ("cp", layout.cp * layout.tp), ("ep", layout.ep * layout.tp)):
+    for axis, span in (("tp", layout.tp), ("cp", layout.cp * layout.tp), ("ep", layout.ep * layout.etp)):
         groups = layout.groups(axis)
         crossing = [group for group in groups if len({nodes[rank] for rank in group}) > 1]
         if not crossing or (axis != "tp" and span > largest):
@@ -315,8 +336,9 @@ class Mesh:
     Mesh(world, tp=2)                   dp is derived
     Mesh(world, Layout(pp=2, tp=2))     or a mapping of degrees, as from a config
 
-    `mesh.tp` joins the ranks that differ from this one along tp alone, and so do `mesh.pp`, `dp`, `cp`, `ep`
-    and `edp`; `mesh.comm("dp", "cp")` joins those that differ along dp or cp; `mesh.world` joins all of them.
+    `mesh.tp` joins the ranks that differ from this one along tp alone, and so do `mesh.pp`, `dp`, `cp`, `ep`,
+    `edp` and `etp`; `mesh.comm("dp", "cp")` joins those that differ along dp or cp; `mesh.world` joins all of
+    them.
     An axis of degree 1 has a one-rank communicator, which does nothing, correctly.
 
     Making a mesh is collective over `comm`.
@@ -391,6 +413,11 @@ class Mesh:
     def edp(self) -> Communicator:
         """Ranks that hold the same experts."""
         return self.comm("edp")
+
+    @property
+    def etp(self) -> Communicator:
+        """Ranks that share each expert."""
+        return self.comm("etp")
 
     def comm(self, *axes: str) -> Communicator:
         """Communicator of the ranks that differ along `axes` only, in rank order.

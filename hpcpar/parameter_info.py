@@ -4,6 +4,7 @@
     autograd             split_over                    norms add powers over these communicators
     pipeline_parallel    is_copy, counts_elsewhere     tied weights
     data_parallel        name, unit_name, sharding     fully sharded models, and their error messages
+    expert_parallel      replicas                      gradients are summed over these ranks alone
 
 A record is never changed: `note` puts another one in its place, so parameters never share changes.
 """
@@ -33,6 +34,7 @@ class ParameterInfo:
     split             tensor-parallel Split: which part of the whole tensor each rank of `comm` holds
     comm              communicator over which `split` divides it
     split_over        communicators over whose ranks norms are summed, in a common order
+    replicas          ranks that have a copy, where these are not all over which gradients are averaged
     is_copy           another rank of the pipeline holds a tied copy
     counts_elsewhere  that other rank's copy is the one that counts in norms
     """
@@ -43,6 +45,7 @@ class ParameterInfo:
     split: Any = None
     comm: Communicator | None = None
     split_over: tuple[Communicator, ...] = ()
+    replicas: Communicator | None = None
     is_copy: bool = False
     counts_elsewhere: bool = False
 

@@ -8,13 +8,14 @@ import pytest
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import LayoutError, MismatchError
-from hpcpar.mesh import AXES, Coordinates, Layout, Mesh, crossing_reason, placement
+from hpcpar.mesh import AXES, FOLDED_AXES, Coordinates, Layout, Mesh, crossing_reason, placement
 
 LAYOUTS = [
-    Layout(pp, dp, cp, tp, ep)
+    Layout(pp, dp, cp, tp, ep, etp)
     for pp, dp, cp, tp in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3))
+    for etp in {1, tp}
     for ep in (1, 2, 4)
-    if (dp * cp) % ep == 0
+    if (dp * cp * tp // etp) % ep == 0
 ]
 
 
@@ -31,7 +32,8 @@ def test_ranks_count_tp_first_then_cp_dp_and_pp() -> None:
         for rank in range(layout.size):
             c = layout.coordinates(rank)
             assert ((c.pp * layout.dp + c.dp) * layout.cp + c.cp) * layout.tp + c.tp == rank, layout
-            assert c.edp * layout.ep + c.ep == c.dp * layout.cp + c.cp, layout
+            folded = (c.edp * layout.ep + c.ep) * layout.etp + c.etp
+            assert folded == (c.dp * layout.cp + c.cp) * layout.tp + c.tp, layout
 
 
 def test_the_groups_of_an_axis_part_all_ranks_and_differ_along_it_alone() -> None:
@@ -41,21 +43,25 @@ def test_the_groups_of_an_axis_part_all_ranks_and_differ_along_it_alone() -> Non
         for group in groups:
             places = [layout.coordinates(rank) for rank in group]
             assert [getattr(place, axis) for place in places] == list(range(layout.degree(axis))), layout
-            fixed = ("pp", "edp", "ep", "tp") if axis in ("ep", "edp") else AXES
+            fixed = FOLDED_AXES if axis in ("ep", "edp", "etp") else AXES
             for other in fixed:
                 assert other == axis or len({getattr(place, other) for place in places}) == 1, layout
 
 
-def test_the_expert_axes_together_are_dp_and_cp_together() -> None:
+def test_the_expert_axes_together_are_a_stages_axes_together() -> None:
     for layout in LAYOUTS:
-        assert layout.groups("edp", "ep") == layout.groups("dp", "cp"), layout
-        assert layout.edp * layout.ep == layout.dp * layout.cp, layout
+        assert layout.groups("edp", "ep", "etp") == layout.groups("dp", "cp", "tp"), layout
+        assert layout.edp * layout.ep * layout.etp == layout.dp * layout.cp * layout.tp, layout
 
 
 def test_experts_are_shared_by_neighbours() -> None:
-    layout = Layout(dp=2, cp=2, tp=2, ep=2)
-    assert layout.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert layout.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    split = Layout(dp=2, cp=2, tp=2, ep=2, etp=2)
+    assert split.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert split.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert split.groups("etp") == split.groups("tp")
+    whole = Layout(dp=2, cp=2, tp=2, ep=4)
+    assert whole.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert whole.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_no_axis_gives_single_ranks_and_all_axes_one_group() -> None:
@@ -76,11 +82,14 @@ def test_one_degree_is_derived_from_the_others(unknown: int | None) -> None:
     assert Layout.fit(24, tp=2, pp=unknown, dp=3) == Layout(pp=4, dp=3, tp=2)
     assert Layout.fit(8, tp=unknown) == Layout(tp=8)
     assert Layout.fit(8, dp=4, cp=2, ep=unknown) == Layout(dp=4, cp=2, ep=8)
+    assert Layout.fit(8, tp=2, ep=unknown) == Layout(dp=4, tp=2, ep=8)
+    assert Layout.fit(8, tp=2, ep=unknown, etp=unknown) == Layout(dp=4, tp=2, ep=4, etp=2)
 
 
 def test_layouts_are_written_with_the_degrees_above_one() -> None:
     assert str(Layout(pp=2, tp=3)) == "pp=2 x tp=3"
     assert str(Layout(dp=4, ep=2)) == "dp=4, ep=2"
+    assert str(Layout(dp=2, tp=2, ep=2, etp=2)) == "dp=2 x tp=2, ep=2, etp=2"
     assert str(Layout()) == "dp=1"
 
 
@@ -100,13 +109,19 @@ def test_layouts_are_written_with_the_degrees_above_one() -> None:
         (8, {"tp": 0}, "tp=0: a degree is a whole number of at least 1"),
         (8, {"tp": 2.0}, "tp=2.0: a degree is a whole number"),
         (8, {"tp": True}, "tp=True: a degree is a whole number"),
-        (8, {"pt": 2}, "there is no axis 'pt': the axes are pp, dp, cp, tp, ep; did you mean "),
-        (8, {"data": 2}, "there is no axis 'data': the axes are pp, dp, cp, tp, ep"),
+        (8, {"pt": 2}, "there is no axis 'pt': the axes are pp, dp, cp, tp, ep, etp; did you mean "),
+        (8, {"data": 2}, "there is no axis 'data': the axes are pp, dp, cp, tp, ep, etp"),
         (
             8,
             {"dp": 8, "ep": 3},
             "ep=3 is folded out of dp x cp = 8 ranks and must divide them; try ep=2 or ep=4",
         ),
+        (
+            8,
+            {"tp": 2, "ep": 3},
+            "ep=3 is folded out of dp x cp x tp = 8 ranks and must divide them; try ep=2",
+        ),
+        (8, {"tp": 4, "etp": 2}, "etp=2: experts are whole (etp=1) or split as the other layers are (etp=4"),
     ],
 )
 def test_degrees_that_do_not_fit_say_what_would(world_size: int, degrees: dict, message: str) -> None:

@@ -9,8 +9,9 @@ source   Chen et al. 2016, Training deep nets with sublinear memory cost, arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,31 +48,71 @@ def recompute(
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    again = _AsBefore(streams, under_way())
+    results = _FirstResults()
+    again = _AsBefore(streams, under_way(), results)
     result: T = checkpoint(
         function,
         *tensors,
         use_reentrant=False,
         preserve_rng_state=preserve_default_generator,
-        context_fn=lambda: (nullcontext(), again),
+        context_fn=lambda: (results.noted(), again),
     )
     return result
 
 
+def first_time(function: Callable[[], T]) -> T:
+    """function(), or where activations are recomputed, what it returned in the first forward.
+
+    For what must happen once whatever is recomputed: counting, or communication whose result is small.
+    """
+    results = _RESULTS.get()
+    return function() if results is None else results.next(function)
+
+
+class _FirstResults:
+    """Results of `first_time` in one first forward, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self._next = 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note results of what is computed inside, or return those of an earlier time."""
+        token, self._next = _RESULTS.set(self), 0
+        try:
+            yield
+        finally:
+            _RESULTS.reset(token)
+
+    def next(self, function: Callable[[], T]) -> T:
+        if self._next == len(self._results):
+            self._results.append(function())
+        self._next += 1
+        result: T = self._results[self._next - 1]
+        return result
+
+
+_RESULTS: ContextVar[_FirstResults | None] = ContextVar("results of the first forward", default=None)
+
+
 class _AsBefore:
-    """Context of a recomputation: random streams and deferred gradients as in the first forward.
+    """Context of a recomputation: random streams, deferred gradients and results as in the first forward.
 
     Entered once for every backward, of which a retained graph may have several.
     """
 
-    def __init__(self, streams: Streams | None, deferred: DeferredGradients | None) -> None:
-        self._streams = streams
+    def __init__(
+        self, streams: Streams | None, deferred: DeferredGradients | None, results: _FirstResults
+    ) -> None:
+        self._streams, self._results = streams, results
         self._first = {} if streams is None else streams.state_dict()
         self._deferred = deferred
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
+            stack.enter_context(self._results.noted())
             if self._streams is not None:
                 stack.callback(self._streams.load_state_dict, self._streams.state_dict())
                 self._streams.load_state_dict(self._first)

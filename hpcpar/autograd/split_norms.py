@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,28 +36,40 @@ def split_over_of(parameter: Tensor) -> Kind:
     return info_of(parameter).split_over
 
 
+class Spread(NamedTuple):
+    """Ranks over which a gradient is spread.
+
+    kind         of its parameter
+    shards_over  ranks that each have a shard of this rank's part; None: this rank has all of it
+    """
+
+    kind: Kind
+    shards_over: Communicator | None = None
+
+
 def norm_of_parts(
-    parts: Iterable[tuple[Kind, Tensor]],
-    kinds: Iterable[Kind],
-    norm_type: float,
-    shards_over: Communicator | None = None,
+    parts: Iterable[tuple[Spread, Tensor]], spreads: Iterable[Spread], norm_type: float
 ) -> Tensor:
     """Return the norm, in float64, of all ranks' parts together; the same bits on every rank. Collective.
 
-    kinds         of all that could have a part here, the same on the ranks that share them
-    shards_over   ranks that have a shard of every part; None: each part is whole
+    spreads   of all that could have a part here, the same in the same order on the ranks that share them
     """
     require_norm_type(norm_type)
     largest = math.isinf(norm_type)
     add = torch.maximum if largest else torch.add
-    sums = {kind: torch.zeros((), dtype=torch.float64) for kind in kinds}
-    for kind, part in parts:
+    sums = {spread: torch.zeros((), dtype=torch.float64) for spread in spreads}
+    for spread, part in parts:
         if part.numel():
-            sums[kind] = add(sums[kind], powers(part, norm_type))
-    if shards_over is not None:
-        stacked = summed(torch.stack(list(sums.values())), shards_over, largest=largest)
-        sums = dict(zip(sums, stacked, strict=True))
-    total = combined_over(sums, largest=largest)
+            sums[spread] = add(sums[spread], powers(part, norm_type))
+    by_kind: dict[Kind, Tensor] = {}
+    for comm in dict.fromkeys(spread.shards_over for spread in sums):
+        over_comm = [spread for spread in sums if spread.shards_over is comm]
+        values = torch.stack([sums[spread] for spread in over_comm])
+        for spread, value in zip(
+            over_comm, values if comm is None else summed(values, comm, largest=largest), strict=True
+        ):
+            by_kind[spread.kind] = add(by_kind[spread.kind], value) if spread.kind in by_kind else value
+    total = combined_over(by_kind, largest=largest)
     return total if largest else total ** (1 / norm_type)
 
 

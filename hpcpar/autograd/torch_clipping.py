@@ -31,7 +31,13 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from hpcpar.autograd.held_parameter import own_gradient
-from hpcpar.autograd.split_norms import in_common_order, norm_of_parts, require_norm_type, split_over_of
+from hpcpar.autograd.split_norms import (
+    Spread,
+    in_common_order,
+    norm_of_parts,
+    require_norm_type,
+    split_over_of,
+)
 from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:
@@ -158,11 +164,11 @@ def _norm(pairs: list[tuple[Tensor, Tensor | None]], norm_type: float, error_if_
         given = [gradient for _, gradient in pairs if gradient is not None]
         return _checked(type(shard).total_norm(given, norm_type), error_if_nonfinite)  # type: ignore[attr-defined]
     parts = (
-        (split_over_of(noted), gradient)
+        (Spread(split_over_of(noted)), gradient)
         for noted, gradient in pairs
         if gradient is not None and not info_of(noted).counts_elsewhere
     )
-    total = norm_of_parts(parts, (split_over_of(noted) for noted, _ in pairs), norm_type)
+    total = norm_of_parts(parts, (Spread(split_over_of(noted)) for noted, _ in pairs), norm_type)
     like = next((gradient for _, gradient in pairs if gradient is not None), None)
     total = total if like is None else total.to(device=like.device, dtype=like.abs().dtype)
     return _checked(total, error_if_nonfinite)

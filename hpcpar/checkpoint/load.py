@@ -101,7 +101,7 @@ def load(
     with comm.together(doing):
         state = ModelState(model)
         groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
-    positions = PipelinePositions.agree(RankContents(state.names, groups), comm, doing)
+    positions = PipelinePositions.agree(RankContents(state.names, groups, state.experts), comm, doing)
     with comm.together(doing):
         restore = _Restore(contents, model, state, optimizer, positions)
         saved_random = contents.random_for(comm.rank, positions) if restore_random else None

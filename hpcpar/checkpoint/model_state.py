@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hpcpar.checkpoint.files import StoredTensor
 from hpcpar.checkpoint.local_tensor import LocalTensor
 from hpcpar.errors import CheckpointError
+from hpcpar.parameter_info import info_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ class TensorNames:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the names, independent of their order."""
-        return hashlib.sha256("\n".join(sorted(self.all)).encode()).hexdigest()
+        return self.digest_without(frozenset())
+
+    def digest_without(self, names: frozenset[str]) -> str:
+        """SHA-256 of all other names."""
+        return hashlib.sha256("\n".join(sorted(self.all - names)).encode()).hexdigest()
 
     def first(self, name: str) -> str:
         return self.aliases.get(name, name)
@@ -98,6 +103,11 @@ class ModelState:
         first_of = {self.name_of(value): value for value in reversed(self.tensors)}
         first_of |= {name: self._state[name] for name in first_of if name in self._state}
         return [value for value in self.tensors if first_of[self.name_of(value)] is not value]
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """Names of parameters that some ranks with the same layers do not have."""
+        return frozenset(name for name, value in self._state.items() if info_of(value).replicas is not None)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), tied ones under each of their names."""

@@ -93,7 +93,7 @@ def _write_piece(
     Whoever has a parameter's first element writes what the parameter has once, such as a step count.
     """
     local = LocalTensor.of(piece.parameter, piece.layout)
-    has_first = piece.start == 0 and plan.has_first_shard
+    has_first = piece.start == 0 and plan.has_first_shard(piece.parameter)
     scalars = {}
     for key, value in state.items():
         if is_elementwise(value, piece.stop - piece.start):

@@ -1,7 +1,7 @@
 """Ownership: each rank's position in the pipeline, and the one rank that writes each element.
 
-Ranks with the same tensor names share a position in the pipeline. Nobody passes the pipeline's degree or
-schedule, and they do not matter: all positions together are the whole model.
+Ranks with the same tensor names, but for experts, share a position in the pipeline. Nobody passes the
+pipeline's degree or schedule, and they do not matter: all positions together are the whole model.
 
     rank                 0           1           2           3
     layers               0 1 6 7     2 3 4 5     0 1 6 7     2 3 4 5      pp=2 x dp=2, a V
@@ -16,12 +16,15 @@ Within a position the coordinates decide, without a message:
     a replica, sharded by ZeRO      x             x              each its piece, of the first tp rank's
     a replica                       x
 
+Ranks of one position have the same layers and may have different experts: these are written by the first of
+the ranks with copies, or by each its piece where they are sharded.
+
 A replica over tp is a tensor that is not split, or a section that several ranks share, such as key heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,6 +36,7 @@ from hpcpar.checkpoint.model_state import TensorNames
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
+from hpcpar.parameter_info import info_of
 from hpcpar.tensor_parallel.split import comm_of, split_of
 
 if TYPE_CHECKING:
@@ -44,10 +48,14 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class RankContents:
-    """Tensor names of one rank, and those in its optimizer's groups; None without an optimizer."""
+    """Tensor names of one rank, and those in its optimizer's groups; None without an optimizer.
+
+    experts   names of parameters of which other ranks with the same layers have others
+    """
 
     names: TensorNames
     groups: Groups | None
+    experts: frozenset[str] = frozenset()
 
     @property
     def optimizer(self) -> str:
@@ -59,13 +67,15 @@ class PipelinePositions:
     """Positions of all ranks, and the model that they make together.
 
     of_ranks   position of each rank; positions are numbered in the order of their first ranks
-    digests    of each rank's names
-    contents   of each position's first rank
+    digests    of each rank's names, experts included
+    contents   of the first rank with each of these
+    places     position of each of `contents`
     """
 
     of_ranks: tuple[int, ...]
     digests: tuple[str, ...]
     contents: tuple[RankContents, ...]
+    places: tuple[int, ...]
 
     @classmethod
     def agree(cls, own: RankContents, comm: Communicator, doing: str) -> PipelinePositions:
@@ -75,14 +85,19 @@ class PipelinePositions:
                  ranks, PeerFailedError on every one, with that text
         """
         # Thousands of ranks exchange a digest each; only the first of each position sends its names.
-        digests = comm.allgather_object(own.names.digest)
+        told_digests = comm.allgather_object((own.names.digest, own.names.digest_without(own.experts)))
+        digests = [digest for digest, _ in told_digests]
         order = list(dict.fromkeys(digests))
         contents = [own]
         if len(order) > 1:
             is_first = digests.index(own.names.digest) == comm.rank
             told = comm.allgather_object(own if is_first else None)
             contents = [each for each in told if each is not None]
-        positions = cls(tuple(map(order.index, digests)), tuple(digests), tuple(contents))
+        layers = [without for _, without in told_digests]
+        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(layers))}
+        of_ranks = tuple(numbers[digest] for digest in layers)
+        places = tuple(of_ranks[digests.index(digest)] for digest in order)
+        positions = cls(of_ranks, tuple(digests), tuple(contents), places)
         with comm.together(doing):
             positions._require_disjoint()
             positions._require_same_ties()
@@ -90,8 +105,9 @@ class PipelinePositions:
             positions._require_groups_of(own)
         return positions
 
-    def first_rank(self, position: int) -> int:
-        return self.of_ranks.index(position)
+    def first_rank(self, number: int) -> int:
+        """Return the first rank with these contents."""
+        return self.digests.index(self.contents[number].names.digest)
 
     def writes(self, position: int, name: str) -> bool:
         """Tell whether this position writes the tensor of a first name.
@@ -133,20 +149,22 @@ class PipelinePositions:
         """Positions by first name: those that use this very name, and those that use any."""
         by_itself: dict[str, list[int]] = {}
         by_any: dict[str, list[int]] = {}
-        for number, each in enumerate(self.contents):
+        for position, each in zip(self.places, self.contents, strict=True):
             for name in each.names.all:
-                by_itself.setdefault(name, []).append(number)
-                by_any.setdefault(each.names.first(name), []).append(number)
+                by_itself.setdefault(name, []).append(position)
+                by_any.setdefault(each.names.first(name), []).append(position)
         return by_itself, by_any
 
     def _require_disjoint(self) -> None:
         """Positions may share buffers, and of parameters only tied ones."""
         tied = {name for each in self.contents for tie in each.names.tied.items() for name in tie}
         holder: dict[str, int] = {}
-        for position, each in enumerate(self.contents):
+        for number, each in enumerate(self.contents):
             for name in each.names.parameters:
-                if holder.setdefault(name, position) != position and each.names.first(name) not in tied:
-                    raise CheckpointError(self._not_disjoint(holder[name], position, name))
+                other = holder.setdefault(name, number)
+                is_shared = self.places[other] == self.places[number] and name not in each.experts
+                if other != number and not is_shared and each.names.first(name) not in tied:
+                    raise CheckpointError(self._not_disjoint(other, number, name))
 
     def _not_disjoint(self, one: int, other: int, name: str) -> str:
         here, there = self.first_rank(one), self.first_rank(other)
@@ -186,11 +204,11 @@ class PipelinePositions:
                     )
 
     def _require_groups_of(self, own: RankContents) -> None:
-        position = self.of_ranks[self.digests.index(own.names.digest)]
-        first = self.contents[position]
+        number = [each.names.digest for each in self.contents].index(own.names.digest)
+        first = self.contents[number]
         if [set(names) for names in own.groups or ()] != [set(names) for names in first.groups or ()]:
             raise CheckpointError(
-                f"this rank's optimizer has other groups than that of rank {self.first_rank(position)}, "
+                f"this rank's optimizer has other groups than that of rank {self.first_rank(number)}, "
                 "which has the same parameters; make them alike on both"
             )
 
@@ -248,8 +266,10 @@ class WritePlan:
         """
         if id(tensor) in self._elsewhere:
             return False
+        replicas, own = info_of(tensor).replicas, self._own
+        if replicas is not None:
+            return sharded or replicas.rank == 0
         split = split_of(tensor)
-        own = self._own
         # Of several ranks with the same section (shared key heads), the first counts as replica 0.
         replica = own.tp_rank if split is None or split.size != own.tp_size else split.replicas[own.tp_rank]
         return self._is_first and replica == 0 and (sharded or own.dp_rank == 0)
@@ -262,10 +282,9 @@ class WritePlan:
         """
         return self._is_first and self._own.key == (0, 0, 0)
 
-    @property
-    def has_first_shard(self) -> bool:
-        """True if this rank's shard of split tensors is the first."""
-        return self._own.tp_rank == 0
+    def has_first_shard(self, tensor: Tensor) -> bool:
+        """Tell whether this rank's shard of a tensor is the first, if it is split."""
+        return self._own.tp_rank == 0 or split_of(tensor) is None
 
 
 def _split_over(model: nn.Module) -> Communicator | None:
@@ -308,3 +327,15 @@ def _require_all(coordinates: Sequence[RankCoordinates], comm: Communicator) -> 
         f"what is {' and '.join(over) or 'neither sharded nor split'} was to be saved by {by}; pass the "
         f"communicator of all {len(wanted)} that have a part of it"
     )
+
+
+def require_all_experts(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """CheckpointError unless all ranks that experts are spread over, and have copies, save together."""
+    for tensor in tensors:
+        info = info_of(tensor)
+        for spread in () if info.replicas is None else (info.replicas, *info.split_over):
+            if not {*spread.world_ranks} <= {*comm.world_ranks}:
+                raise CheckpointError(
+                    f"experts are spread over the {spread.size} ranks of {spread.name!r}, but were to be "
+                    f"saved by the {comm.size} of {comm.name!r}; pass the communicator of all of the run"
+                )

@@ -33,6 +33,7 @@ from hpcpar.checkpoint.ownership import (
     RankContents,
     RankCoordinates,
     WritePlan,
+    require_all_experts,
 )
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
@@ -122,7 +123,7 @@ def save(
 def _contents_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, RankContents]:
     state = ModelState(model)
     groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
-    return state, RankContents(state.names, groups)
+    return state, RankContents(state.names, groups, state.experts)
 
 
 def _counted(step: int) -> int:
@@ -175,6 +176,7 @@ def _write_plan(
     comm: Communicator,
 ) -> WritePlan:
     position = coordinates[comm.rank].position
+    require_all_experts(state.tensors, comm)
     elsewhere = [each for each in state.tensors if not positions.writes(position, state.name_of(each))]
     return WritePlan(coordinates, comm, {id(each) for each in (*elsewhere, *state.copies)})
 

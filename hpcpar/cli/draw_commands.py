@@ -1,4 +1,4 @@
-"""`hpcpar draw ring --size 4`: the steps of a collective, as text; `pipeline`, `context`, `activations`."""
+"""`hpcpar draw ring --size 4`: the steps of a collective; `pipeline`, `context`, `experts`, `activations`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ COMMANDS: Commands = {
         "context",
         "Context parallelism: who attends to what, and who sends what to whom.",
     ),
+    "experts": (
+        "hpcpar.cli.draw_experts",
+        "experts",
+        "Expert parallelism: loads of experts, and who sends how many rows to whom.",
+    ),
     "activations": (
         "hpcpar.cli.draw_activations",
         "activations",
@@ -40,7 +45,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
-    """Draw a collective, a pipeline's schedule, context parallelism, or the activations of a layer."""
+    """Draw a collective, a pipeline's schedule, context or expert parallelism, or a layer's activations."""
 
 
 @click.command()

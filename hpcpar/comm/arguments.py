@@ -16,7 +16,8 @@ from hpcpar.comm.request import is_used_in_place
 from hpcpar.comm.spaces import Spaces, copying
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind
-from hpcpar.transport.gpu.device_buffer import DeviceBuffer, Queue, bind_device, is_on_device
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer, bind_device, is_on_device
+from hpcpar.transport.gpu.queue import Queue
 
 if TYPE_CHECKING:
     from hpcpar.comm.calls import Calls

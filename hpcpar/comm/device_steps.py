@@ -28,7 +28,8 @@ from hpcpar.comm.plan import Message, Plan, PlannedStep, Run, lands_in_place
 from hpcpar.comm.spaces import Spaces, folds, itemsize_of, octets_of, packing
 from hpcpar.comm.tokens import Kind, Mailroom, Token, TokenTicket
 from hpcpar.errors import MismatchError
-from hpcpar.transport.gpu.device_buffer import DeviceBuffer, DeviceOctets, Mark, Queue, as_pointer
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
+from hpcpar.transport.gpu.queue import DeviceOctets, Mark, Queue, as_pointer
 from hpcpar.transport.gpu.staged import StagedExchange, Turns, Way
 from hpcpar.transport.interface import Exchange, Transport
 

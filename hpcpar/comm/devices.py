@@ -7,25 +7,23 @@ staged   the rest, through pinned host memory
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from hpcpar.errors import CudaError, HpcparError
 from hpcpar.launch.binding import gpu_for, gpu_sharing_warning
+from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu import cuda_driver
 from hpcpar.transport.gpu import kernels as gpu_kernels
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
-from hpcpar.transport.gpu.device_buffer import DeviceBuffer, Queue, queue_of_thread, queues_of_thread
+from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.gpu.ipc import EventExports, EventImports, Exports, Imports
+from hpcpar.transport.gpu.queue import Queue, queue_of_thread, queues_of_thread
 from hpcpar.transport.gpu.staged import PinnedPool
-from hpcpar.transport.interface import Octets
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
@@ -206,7 +204,7 @@ def _try_pulling(comm: Communicator, cuda: CudaDriver, here: Sequence[int]) -> b
             event = _made(made, cuda.event(interprocess=True), cuda.destroy_event)
             pinned = _made(made, cuda.alloc_pinned(TRIAL_NBYTES), cuda.free_pinned)
             address = _made(made, cuda.alloc(TRIAL_NBYTES), cuda.free)
-            host = _host_view(pinned, TRIAL_NBYTES)
+            host = octets_at(pinned, TRIAL_NBYTES)
             host[:] = comm.rank % 251
             cuda.copy(address, pinned, TRIAL_NBYTES, stream)
             cuda.record(event, stream)
@@ -240,8 +238,3 @@ def _made(stack: ExitStack, value: int, give_back: Callable[[int], None]) -> int
     """The value, to be given back with the stack."""
     stack.callback(give_back, value)
     return value
-
-
-def _host_view(address: int, nbytes: int) -> Octets:
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
-    return np.frombuffer(memory, dtype=np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.parameters import Named, distinct, extent
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.planner.traffic import broadcast_nbytes
 
 if TYPE_CHECKING:
@@ -26,15 +28,20 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of `root`; collective.
 
+    Parameters that not every rank has (experts) become those of the first rank with a copy.
     Frozen parameters and buffers that are not saved are included; shared ones travel once. Values
     travel in flat buckets, so that a thousand small tensors are a few messages.
     Raises MismatchError on every rank when the ranks' modules differ in names, shapes or types.
     """
     wait_for_new(module.parameters())
-    agree_on_parameters(_everything(module), comm, "parameters and buffers")
-    broadcast_tensors(
-        [tensor for _, tensor in _everything(module)], comm, root=root, bucket_bytes=bucket_bytes
-    )
+    everything = _everything(module)
+    comms = ReplicaComms(comm, [tensor for _, tensor in everything])
+    comms.agree_on_parameters(everything, "parameters and buffers")
+    for replicas, some in comms.divided(everything).items():
+        holders = comms.of(replicas)
+        # Ranks with copies of an expert may lie in several communicators with roots of their own.
+        first = root if holders is comm else 0
+        broadcast_tensors([tensor for _, tensor in some], holders, root=first, bucket_bytes=bucket_bytes)
 
 
 def broadcast_tensors(
@@ -52,9 +59,14 @@ def broadcast_tensors(
 
 def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
-) -> int:
-    """Bytes that all ranks together send in `broadcast_parameters`, by theory."""
-    return broadcast_nbytes(comm, _assigned(_in_memory(module), bucket_bytes))
+) -> dict[Communicator, int]:
+    """Bytes that all ranks of each communicator send in `broadcast_parameters`, by theory."""
+    tensors = _in_memory(module)
+    comms = ReplicaComms(comm, tensors)
+    total: Counter[Communicator] = Counter()
+    for bucket in _assigned(tensors, bucket_bytes):
+        total[comms.of(bucket.replicas)] += broadcast_nbytes(comms.of(bucket.replicas), [bucket])
+    return total
 
 
 def _everything(module: nn.Module) -> list[Named]:

@@ -11,7 +11,7 @@ Pure integers; `kind` is whatever must be the same within one flat buffer (eleme
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,11 +28,15 @@ FIRST_BUCKET_BYTES = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Size of one parameter: `numel` elements of `itemsize` bytes, of one kind."""
+    """Size of one parameter: `numel` elements of `itemsize` bytes, of one kind.
+
+    replicas   ranks that have a copy, as the parameter notes them; None: all
+    """
 
     numel: int
     itemsize: int
     kind: Hashable
+    replicas: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Bucket:
     members   their indices, in the order in which they lie
     edges     where each starts, in elements, and at last where the last one ends
     padding   elements after it, so that the buffer can be cut into equal shards
+    replicas  ranks that have a copy of all of it, as `Extent`
     """
 
     members: tuple[int, ...]
@@ -49,6 +54,7 @@ class Bucket:
     itemsize: int
     kind: Hashable
     padding: int = 0
+    replicas: Hashable = None
 
     @property
     def numel(self) -> int:
@@ -70,16 +76,17 @@ def assign(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     groups: Sequence[Sequence[int]] = (),
-    shards: int = 1,
+    shards: Callable[[Hashable], int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Put every parameter into one bucket, last registered first.
 
     groups   parameters that are to share a bucket, whatever its size, as far as they are of one kind
-    shards   into how many equal ones a bucket is to be cut: it is padded to a multiple of that
+    shards   (replicas) -> into how many equal ones a bucket is to be cut: it is padded to a multiple of that;
+             None: 1
 
-    A bucket holds one kind and at most `bucket_bytes` (the first of each kind `first_bucket_bytes`),
-    except that a parameter larger than that has a bucket of its own. Buckets are numbered in the
-    order in which backward completes them: by their member that was registered first.
+    A bucket holds one kind of the same replicas, and at most `bucket_bytes` (the first of each kind
+    `first_bucket_bytes`), except that a parameter larger than that has a bucket of its own. Buckets are
+    numbered in the order in which backward completes them: by their member that was registered first.
     """
     for name, limit in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if limit < 1:
@@ -92,21 +99,25 @@ def assign(
     for index in reversed(range(len(extents))):
         extent = extents[index]
         if index in grouped:
-            together.setdefault((grouped[index], extent.kind), []).append(index)
+            together.setdefault((grouped[index], extent.kind, extent.replicas), []).append(index)
             continue
-        members = filling.setdefault(extent.kind, [])
-        limit = bucket_bytes if extent.kind in opened else first_bucket_bytes
+        kind = extent.kind, extent.replicas
+        members = filling.setdefault(kind, [])
+        limit = bucket_bytes if kind in opened else first_bucket_bytes
         held = sum(extents[member].numel * extent.itemsize for member in members)
         if members and held + extent.numel * extent.itemsize > limit:
             full.append(members)
-            opened.add(extent.kind)
-            members = filling[extent.kind] = []
+            opened.add(kind)
+            members = filling[kind] = []
         members.append(index)
     full += [*filling.values(), *together.values()]
     return tuple(bucket_of(members, extents, shards) for members in sorted(full, key=min, reverse=True))
 
 
-def bucket_of(members: Sequence[int], extents: Sequence[Extent], shards: int = 1) -> Bucket:
+def bucket_of(
+    members: Sequence[int], extents: Sequence[Extent], shards: Callable[[Hashable], int] | None = None
+) -> Bucket:
     first = extents[members[0]]
     edges = offsets([extents[member].numel for member in members])
-    return Bucket(tuple(members), edges, first.itemsize, first.kind, -edges[-1] % shards)
+    padding = 0 if shards is None else -edges[-1] % shards(first.replicas)
+    return Bucket(tuple(members), edges, first.itemsize, first.kind, padding, first.replicas)

@@ -23,14 +23,15 @@ from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
-from hpcpar.data_parallel.guards import require_castable, require_names
+from hpcpar.data_parallel.guards import refuse_shared_experts, require_castable, require_names
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.data_parallel.offload import make_offload
 from hpcpar.data_parallel.parameter_allgather import ParameterAllGather
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters
+from hpcpar.data_parallel.parameters import Named
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.reducer import Reducer, bucketed
 from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.sharded_step import ShardedStep
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.zero2 import ShardedGradients
@@ -38,7 +39,6 @@ from hpcpar.data_parallel.zero3 import FullyShardedState
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.comm.loans import Loan
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Parts:
     averaging   how buckets become averages in stages 0 and 1
     allgather   brings new parameters to all ranks after a step
     update      steps on this rank's pieces; None: the inner optimizer steps on whole parameters
-    loan        the communicator of gradients; None: the model's own, in stage 3
+    comms       of the parameters' replicas
+    loan        the communicators of gradients; None: the model's own, in stage 3
     """
 
     held: set[int]
@@ -88,7 +89,8 @@ class Parts:
     allgather: ParameterAllGather | FullyShardedState
     update: ShardedStep | None
     norm: GradientNorm
-    loan: Loan | None
+    comms: ReplicaComms
+    loan: ReplicaComms | None
 
     def __post_init__(self) -> None:
         self.number_of = {id(p): number for number, p in enumerate(self.reducer.parameters)}
@@ -119,6 +121,8 @@ class Builder:
         self.inner = inner
         self.everything = named
         self.dp_comm = dp_comm
+        self.comms = ReplicaComms(dp_comm, [parameter for _, parameter in named])
+        refuse_shared_experts(self.comms, shared_parameters=options.shared_parameters)
         self.options = options
         self.sharding = sharding
         self.reduction = reduction
@@ -140,62 +144,64 @@ class Builder:
         """
         node_shared = NodeSharedParameters(self.dp_comm) if self.options.shared_parameters else None
         averaging: Averaging | None = None
-        loan: Loan | None = None
+        loan: ReplicaComms | None = None
         reducer: GradientReducer
         if self.sharding is not None:
             reducer, blocks = self._adopt_sharded_model(self.sharding, on_loaded)
         else:
             blocks = self._make_blocks(node_shared) if self.options.steps_on_shards else []
             # Gradients leave in the order of backward, which ranks need not share with other calls.
-            loan = self.dp_comm.lend("gradients")
+            loan = self.comms.lend("gradients")
             if self.options.zero_stage == 2:
-                reducer = self._sharded_gradients(blocks, loan.comm)
+                reducer = self._sharded_gradients(blocks, loan)
             else:
                 averaging = Averaging(
-                    loan.comm,
+                    loan,
                     self.options.algorithm,
                     scattered=self.options.zero_stage == 1,
                     dtype=self.options.reduction_dtype,
                 )
-                reducer = self._reducer(averaging, loan.comm, passes, advice)
+                reducer = self._reducer(averaging, loan, passes, advice)
         allgather = self.sharding or ParameterAllGather(
             blocks if self.options.zero_stage else [],
             reducer.parameters,
-            self.dp_comm,
+            self.comms,
             node_shared=node_shared,
             model=self.options.model if self.options.overlap_allgather else None,
         )
         update = self._sharded_step(reducer, blocks) if self.options.steps_on_shards else None
         norm = self._norm(reducer)
-        return Parts(self.held, reducer, blocks, averaging, node_shared, allgather, update, norm, loan)
+        return Parts(
+            self.held, reducer, blocks, averaging, node_shared, allgather, update, norm, self.comms, loan
+        )
 
     # --- one function per stage -------------------------------------------------------------------
 
-    def _reducer(self, averaging: Averaging, comm: Communicator, passes: int, advice: str) -> Reducer:
+    def _reducer(self, averaging: Averaging, comms: ReplicaComms, passes: int, advice: str) -> Reducer:
         """Stages 0 and 1: whole gradients in buckets, all-reduced or reduce-scattered once a step."""
         return Reducer(
             self.named,
-            comm,
+            comms,
             bucket_bytes=self.options.bucket_bytes,
             first_bucket_bytes=self.options.first_bucket_bytes,
             algorithm=self.options.algorithm,
             passes=passes,
             groups=[self.tied],
             reduction=self.reduction(averaging),
-            shards=self.dp_comm.size if self.options.zero_stage else 1,
+            sharded=self.options.zero_stage > 0,
             advice=advice,
             late=self.options.tied,
             held=True,
         )
 
-    def _sharded_gradients(self, blocks: Sequence[Block], comm: Communicator) -> ShardedGradients:
+    def _sharded_gradients(self, blocks: Sequence[Block], comms: ReplicaComms) -> ShardedGradients:
         """Stage 2: gradients are reduce-scattered in every backward."""
         trainable = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         return ShardedGradients(
             [name for name, _ in trainable],
             [parameter for _, parameter in trainable],
             [block.bucket for block in blocks],
-            comm,
+            comms,
             dtype=self.options.reduction_dtype,
             algorithm=self.options.algorithm,
         )
@@ -204,7 +210,7 @@ class Builder:
         self, sharding: FullyShardedState, on_loaded: Callable[[], None]
     ) -> tuple[ShardedGradients, Sequence[Block]]:
         """Stage 3: the model has its reducer and its blocks already."""
-        agree_on_parameters(self.named, self.dp_comm)
+        self.comms.agree_on_parameters(self.named)
         sharding.require_all(self.named)
         sharding.on_loaded = weakref.WeakMethod(on_loaded)
         if sharding.gradients.used_up:
@@ -218,7 +224,7 @@ class Builder:
 
     def _make_blocks(self, node_shared: NodeSharedParameters | None) -> list[Block]:
         """Move the parameters into flat memory, a block for each bucket; cast them to `precision`."""
-        agree_on_parameters(self.named, self.dp_comm)
+        self.comms.agree_on_parameters(self.named)
         dtype = None if self.options.precision is None else self.options.precision.parameters
         if dtype is not None:
             for _, parameter in self.everything:
@@ -229,7 +235,7 @@ class Builder:
         return gather_into_blocks(
             trainable,
             self._buckets_of(trainable, dtype),
-            self.dp_comm,
+            self.comms,
             dtype=dtype,
             sharded=self.options.zero_stage > 0,
             node_shared=node_shared,
@@ -242,7 +248,7 @@ class Builder:
             dtype=dtype,
             bucket_bytes=self.options.bucket_bytes,
             first_bucket_bytes=self.options.first_bucket_bytes,
-            shards=self.dp_comm.size if self.options.zero_stage else 1,
+            shards=self.comms.size if self.options.zero_stage else None,
             groups=[[number for number, parameter in enumerate(trainable) if id(parameter) in tied]],
         )
 
@@ -263,7 +269,7 @@ class Builder:
         return GradientNorm(
             reducer.parameters,
             reducer.buckets,
-            self.dp_comm,
+            self.comms,
             sharded=self.options.zero_stage > 0,
             elsewhere=[p for name, p in self.named if not self.options.tied.get(name, True)],
             others=[parameter for _, parameter in self.everything if id(parameter) not in averaged],

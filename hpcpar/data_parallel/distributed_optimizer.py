@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -36,6 +36,7 @@ from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
 from hpcpar.data_parallel.precision import LossScaler, Precision
 from hpcpar.data_parallel.reducer import ADVICE, Reducer
 from hpcpar.data_parallel.reduction import Averaging, Reduction
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.sharded_step import ShardedStep, State
@@ -264,6 +265,11 @@ class DistributedOptimizer(Optimizer):
     def blocks(self) -> Sequence[Block]:
         """Flat parameters that a step works on; none where the optimizer steps on whole parameters."""
         return self._parts.blocks
+
+    @property
+    def replica_comms(self) -> ReplicaComms:
+        """Ranks with copies of each parameter: those of `dp_comm`, and of experts others."""
+        return self._parts.comms
 
     @property
     def sharding(self) -> FullyShardedState | None:
@@ -638,10 +644,17 @@ class DistributedOptimizer(Optimizer):
         self._parts.loan = None
         self._is_closed = True
 
-    def expected_traffic(
+    def expected_traffic(self, steps: int = 1, **passes: int) -> dict[str, int]:
+        """Return the bytes that all ranks together send, by collective, in theory; as `traffic_by_comm`."""
+        total: Counter[str] = Counter()
+        for (_, collective), nbytes in self.traffic_by_comm(steps, **passes).items():
+            total[collective] += nbytes
+        return dict(total)
+
+    def traffic_by_comm(
         self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
-    ) -> dict[str, int]:
-        """Return the bytes that all ranks together send, by collective, in theory.
+    ) -> dict[tuple[Communicator, str], int]:
+        """Return the bytes that all ranks of a communicator send, by it and collective, in theory.
 
         backwards   in each step: microbatches
         forwards    without a backward, in all: they gather parameters in stage 3
@@ -650,18 +663,22 @@ class DistributedOptimizer(Optimizer):
         loads       of states, in all: they bring new parameters, too
         """
         norms = norms if self._options.nonfinite == "step" else max(norms, 1)
-        total = data_parallel_nbytes(
-            self.dp_comm,
-            self.reducer.buckets,
-            StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
-            stage=self.zero_stage,
-            algorithm=self._options.algorithm,
-            dtype=self._options.reduction_dtype,
-            gathered=not self._options.shared_parameters,
-        )
-        if self._sharding is None:
-            return total
-        return total | self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards)
+        total: Counter[tuple[Communicator, str]] = Counter()
+        for replicas in self.replica_comms:
+            comm = self.replica_comms.of(replicas)
+            nbytes = data_parallel_nbytes(
+                comm,
+                [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas],
+                StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
+                stage=self.zero_stage,
+                algorithm=self._options.algorithm,
+                dtype=self._options.reduction_dtype,
+                gathered=not self._options.shared_parameters,
+            )
+            total.update({(comm, collective): sent for collective, sent in nbytes.items()})
+        if self._sharding is not None:
+            total.update(self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards))
+        return total
 
     def _note_split_over(self, split_over: SplitOver) -> None:
         parameters = dict(self._named)

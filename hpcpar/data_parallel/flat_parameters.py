@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch import Tensor
 from hpcpar.data_parallel.bucket_shards import Shard, shard_of
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import in_memory_order, layout_of, view_like
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
 
 
 @dataclass(eq=False)
@@ -59,7 +56,7 @@ def following(wide: Tensor, held: Tensor) -> Tensor:
 def gather_into_blocks(
     parameters: Sequence[Tensor],
     buckets: Sequence[Bucket],
-    dp_comm: Communicator,
+    comms: ReplicaComms,
     *,
     dtype: torch.dtype | None,
     sharded: bool,
@@ -71,7 +68,6 @@ def gather_into_blocks(
     sharded   each rank owns its shard of a block, else all of it
     node_shared   there is one such memory on each node. Collective then
     """
-    rank, size = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
     blocks = []
     for bucket in buckets:
         first = parameters[bucket.members[0]]
@@ -81,7 +77,8 @@ def gather_into_blocks(
         else:
             flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
         flat[bucket.edges[-1] :] = 0
-        shard = shard_of(bucket, rank, size)
+        comm = comms.of(bucket.replicas)
+        shard = shard_of(bucket, *((comm.rank, comm.size) if sharded else (0, 1)))
         wide = None
         if kind.itemsize < first.dtype.itemsize:
             wide = torch.empty(shard.end, dtype=first.dtype, device=first.device)

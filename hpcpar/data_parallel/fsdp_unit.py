@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.held_parameter import HeldParameter
 from hpcpar.data_parallel.call_order import ADVICE
 from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.sharded_parameter import ShardedParameter
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
 from hpcpar.data_parallel.unit_plan import UnitPlan
@@ -33,7 +34,6 @@ from hpcpar.errors import OperationError, StallError
 from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
     from hpcpar.comm.compiled import Handle
 
 
@@ -93,7 +93,7 @@ class FsdpUnit:
         self,
         plan: UnitPlan,
         groups: list[UnitParamGroup],
-        dp_comm: Communicator,
+        comms: ReplicaComms,
         stats: UnshardStats,
         *,
         node_shared: NodeSharedParameters | None,
@@ -107,7 +107,7 @@ class FsdpUnit:
         self.heard = False
         self.is_unsharded = node_shared is not None
         self.is_unsharding = False
-        self._comm = dp_comm
+        self._comms = comms
         self._stats = stats
         self._node_shared = node_shared
         self._handles: list[Handle | PendingUpdate] = []
@@ -144,7 +144,8 @@ class FsdpUnit:
             if flat.device.type == "cpu":
                 # torch's own NumPy view would pin the storage, which could then never be given back.
                 own, flat = own.view(torch.uint8), octets(flat)
-            self._handles.append(self._comm.start_allgather(own, out=flat))
+            comm = self._comms.of(group.block.bucket.replicas)
+            self._handles.append(comm.start_allgather(own, out=flat))
 
     def unshard(self) -> None:
         """Return when its parameters have their values. Collective."""

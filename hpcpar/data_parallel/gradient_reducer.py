@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,17 +19,40 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import release
 from hpcpar.data_parallel.buckets import Bucket
-from hpcpar.data_parallel.parameters import offer_grad_buffers, watch_gradients
+from hpcpar.data_parallel.parameters import Named, offer_grad_buffers, watch_gradients
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
 from hpcpar.data_parallel.staging import StagingBuffer
 from hpcpar.errors import BufferTypeError, OperationError
+from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
+@dataclass(frozen=True)
+class ReplicaSet:
+    """Parameters that have copies on the same ranks.
+
+    members   their numbers
+    writes    to these parameters, and to frozen ones
+    """
+
+    comm: Communicator
+    members: Sequence[int]
+    writes: Writes
+
+    def map_of(self, had: Sequence[bool]) -> NDArray[np.uint8]:
+        """Return the bits to be or-ed over the ranks: parameters that had a gradient, digest of writes."""
+        bits = np.packbits(np.array([had[number] for number in self.members], dtype=bool))
+        return np.concatenate([bits, self.writes.digest()])
+
+
 class GradientReducer(ABC):
-    """Averages the gradients of parameters over `dp_comm`, in buckets, during backward.
+    """Averages the gradients of parameters over their replicas, in buckets, during backward.
+
+    written               parameters whose values are compared where a rank has written to them
+    compared              all ranks come to that comparison
 
     used                  for each parameter, 1 if it got a gradient on any rank, as of the last `synchronize`
     synchronized          gradients are averages
@@ -41,15 +65,32 @@ class GradientReducer(ABC):
     peak_waiting_nbytes = 0
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[Tensor], dp_comm: Communicator, writes: Writes
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        comms: Communicator | ReplicaComms,
+        written: Sequence[Named],
+        *,
+        compared: bool = True,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
-        self.dp_comm = dp_comm
+        comms = ReplicaComms.given(comms, parameters)
+        self.dp_comm = comms.dp_comm
+        self.comms = comms
         self.used: list[int] = []
         self.used_up = self.synchronized = False
         self._accumulating = False
-        self._writes = writes
+        self._sets = [
+            ReplicaSet(
+                comms.of(replicas),
+                [number for number, each in enumerate(parameters) if info_of(each).replicas is replicas],
+                Writes(
+                    [name for name, _ in some], [p for _, p in some], comms.of(replicas) if compared else None
+                ),
+            )
+            for replicas, some in comms.divided(written).items()
+        ]
         self._hooks: list[Any] = []
 
     def _watch(self) -> None:
@@ -108,7 +149,8 @@ class GradientReducer(ABC):
     def next_step(self) -> None:
         """Note that a step was taken: gradients must be averaged again, even if no backward follows."""
         self.synchronized = False
-        self._writes.next_step()
+        for each in self._sets:
+            each.writes.next_step()
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay where they are."""
@@ -137,11 +179,18 @@ class GradientReducer(ABC):
                 "build the layer with sparse=False"
             )
 
-    def _map_of(self, had: Sequence[bool]) -> NDArray[np.uint8]:
-        """Return the bits to be or-ed over all ranks: parameters that had a gradient, digest of writes."""
-        return np.concatenate([np.packbits(np.array(had, dtype=bool)), self._writes.digest()])
+    def _maps_of(self, had: Sequence[bool]) -> list[NDArray[np.uint8]]:
+        """Return the map of each replica set."""
+        return [each.map_of(had) for each in self._sets]
 
-    def _read_map(self, bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Take `used` from the or-ed map; return the digests."""
-        self.used = np.unpackbits(bits, count=len(self.parameters)).tolist()
-        return bits[-TOLD_NBYTES:]
+    def _read_maps(self, maps: Sequence[NDArray[np.uint8]]) -> None:
+        """Take `used` from the or-ed maps."""
+        self.used = [0] * len(self.parameters)
+        for each, bits in zip(self._sets, maps, strict=True):
+            told = np.unpackbits(bits, count=len(each.members)).tolist()
+            for number, is_used in zip(each.members, told, strict=True):
+                self.used[number] = is_used
+
+    def _require_same_writes(self, maps: Sequence[NDArray[np.uint8]]) -> None:
+        for each, bits in zip(self._sets, maps, strict=False):  # none where nothing was to be averaged
+            each.writes.require_same(bits[-TOLD_NBYTES:])

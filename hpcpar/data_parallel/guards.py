@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from hpcpar.data_parallel.builder import OptimizerOptions
     from hpcpar.data_parallel.gradient_reducer import GradientReducer
+    from hpcpar.data_parallel.replica_comms import ReplicaComms
     from hpcpar.data_parallel.sharded_step import ShardedStep
     from hpcpar.data_parallel.zero3 import FullyShardedState
 
@@ -88,6 +89,15 @@ def require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> N
         raise OperationError(
             f"{len(unnamed)} of the optimizer's {len(held)} parameters have no name (shapes {shown}); pass "
             "the named_parameters() of every model whose parameters it holds, or (name, parameter) pairs"
+        )
+
+
+def refuse_shared_experts(comms: ReplicaComms, *, shared_parameters: bool) -> None:
+    """OperationError for parameters that a node's ranks share and do not all have."""
+    if shared_parameters and not comms.is_one:
+        raise OperationError(
+            "shared_parameters=True was asked for a model whose experts are spread over ranks, which then do "
+            "not all have the same; leave it out, or give every rank all experts (ep = 1)"
         )
 
 

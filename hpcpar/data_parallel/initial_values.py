@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ from hpcpar.data_parallel.broadcast import broadcast_tensors
 from hpcpar.data_parallel.bucket_shards import Shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import Layout, agree_on_parameters, distinct, view_as
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.unit_plan import Place
 from hpcpar.errors import OperationError
 from hpcpar.seeds import parameter_seed
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
 
 Values = Callable[[str, Tensor], Tensor]
 """(name of a parameter or buffer, itself, perhaps on the meta device) -> its whole value, on all ranks alike.
@@ -35,9 +33,10 @@ _DRAWING = threading.Lock()
 class InitialValues:
     """Source of initial values: a function, rank 0's parameters, or the modules' reset_parameters."""
 
-    def __init__(self, model: nn.Module, dp_comm: Communicator, values: Values | None) -> None:
+    def __init__(self, model: nn.Module, comms: ReplicaComms, values: Values | None) -> None:
         self._model = model
-        self._comm = dp_comm
+        self._comms = comms
+        self._comm = dp_comm = comms.dp_comm
         self._values = values
         self._drawn: dict[tuple[int, str], Tensor] = {}
         self._seed = dp_comm.broadcast_object(int(torch.randint(2**31, ()).item()))
@@ -54,12 +53,13 @@ class InitialValues:
         device: torch.device,
     ) -> Tensor:
         """This rank's shard of a block. Collective where values are rank 0's."""
+        comm = self._comms.of(bucket.replicas)
         is_local = self._values is not None or all(parameter.is_meta for _, parameter, _ in entries)
         whole = None
-        if is_local or self._comm.rank == 0:
+        if is_local or comm.rank == 0:
             whole = torch.zeros(bucket.numel, dtype=dtype, device=device)
             given = self._values is not None  # by who may fail on one rank alone
-            with self._comm.together("making initial values") if given else nullcontext():
+            with comm.together("making initial values") if given else nullcontext():
                 for (name, parameter, owners), layout, (start, stop) in zip(
                     entries, layouts, places, strict=True
                 ):
@@ -68,8 +68,8 @@ class InitialValues:
             assert whole is not None, "just filled"
             return whole[shard.start : shard.stop]
         own = torch.empty(shard.stop - shard.start, dtype=dtype, device=device)
-        counts = [shard.stop - shard.start] * self._comm.size
-        scattered: Tensor = self._comm.scatter(whole, out=own, counts=counts)
+        counts = [shard.stop - shard.start] * comm.size
+        scattered: Tensor = comm.scatter(whole, out=own, counts=counts)
         return scattered
 
     def fill_buffers(self, device: torch.device | str | None) -> None:

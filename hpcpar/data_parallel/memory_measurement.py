@@ -141,12 +141,14 @@ def _add_parameters(
     line: StateLine, model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger
 ) -> int:
     """Add the parameters; return the bytes of unsharded units."""
-    sharding, common, ranks = optimizer.sharding, optimizer.node_shared is not None, optimizer.dp_comm.size
+    sharding, common, comms = optimizer.sharding, optimizer.node_shared is not None, optimizer.replica_comms
     if sharding is not None:
         held = [each for unit in sharding.units for each in unit.groups]
         line.hold(*ledger.places(each.flat if common else each.block.own for each in held), common=common)
         for each in held:
-            _add_bucket(line, each.block.bucket, each.flat.element_size(), 1 if common else ranks)
+            bucket = each.block.bucket
+            ranks = 1 if common else comms.size(bucket.replicas)
+            _add_bucket(line, bucket, each.flat.element_size(), ranks)
         return ledger.nbytes(each.flat for each in held)
     blocks = optimizer.blocks
     line.hold(*ledger.places(block.flat for block in blocks), common=common)
@@ -161,10 +163,10 @@ def _add_parameters(
 
 def _add_gradients(line: StateLine, optimizer: DistributedOptimizer, ledger: _Ledger) -> None:
     reducer = optimizer.reducer
-    parts = shards(GRADIENTS, optimizer.zero_stage, optimizer.dp_comm.size)
     line.hold(*ledger.places(reducer.flats))
     for bucket, flat in zip(reducer.buckets, reducer.flats, strict=True):
-        _add_bucket(line, bucket, flat.element_size(), parts)
+        ranks = optimizer.replica_comms.size(bucket.replicas)
+        _add_bucket(line, bucket, flat.element_size(), shards(GRADIENTS, optimizer.zero_stage, ranks))
 
 
 def _add_bucket(line: StateLine, bucket: Bucket, itemsize: int, parts: int) -> None:
@@ -214,10 +216,11 @@ def _add_state_formula(
 
     per_element   bytes of moments per element, for each parameter
     """
-    parts = shards(OPTIMIZER, optimizer.zero_stage, optimizer.dp_comm.size)
     master_nbytes = {id(block): master.element_size() for block, master in update.masters_apart()}
     for block in update.blocks:
         apart = master_nbytes.get(id(block), 0)
+        ranks = optimizer.replica_comms.size(block.bucket.replicas)
+        parts = shards(OPTIMIZER, optimizer.zero_stage, ranks)
         whole = sum(
             (stop - start) * (apart + per_element[member])
             for member, (start, stop) in block.bucket.ranges.items()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.autograd.split_norms import (
+    Spread,
     in_common_order,
     norm_of_parts,
     require_norm_type,
@@ -21,9 +22,10 @@ from hpcpar.autograd.split_norms import (
 )
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.replica_comms import ReplicaComms
+from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
-    from hpcpar.autograd.split_norms import Kind
     from hpcpar.comm import Communicator
 
 
@@ -31,7 +33,8 @@ class GradientNorm:
     """Norms of gradients that lie flat, a tensor for each bucket.
 
     parameters   as numbered in the buckets; each notes over whose ranks it is split
-    sharded      each rank has its shard of every bucket, else the whole of it
+    comms        ranks with copies of the parameters
+    sharded      each of these has its shard of every bucket, else the whole of it
     elsewhere    those that count on another rank, which has a copy
     others       those that get no gradient here, as they are frozen: ranks over which they are split may get
                  one for theirs, and then wait for this one
@@ -41,7 +44,7 @@ class GradientNorm:
         self,
         parameters: Sequence[Tensor],
         buckets: Sequence[Bucket],
-        dp_comm: Communicator,
+        comms: Communicator | ReplicaComms,
         *,
         sharded: bool,
         elsewhere: Collection[Tensor] = (),
@@ -50,28 +53,37 @@ class GradientNorm:
         self._parameters, self._others = parameters, others
         self._elsewhere = set(map(id, elsewhere))
         self._buckets = buckets
-        self._dp_comm = dp_comm if sharded else None
-        self._shard = (dp_comm.rank, dp_comm.size) if sharded else (0, 1)
+        self._comms = ReplicaComms.given(comms, parameters)
+        self._sharded = sharded
 
     @cached_property
-    def _kinds(self) -> list[Kind]:
-        """The ways in which parameters are split, each once.
+    def _spreads(self) -> list[Spread]:
+        """Ways in which gradients are spread over ranks, each once; those over the optimizer's ranks first.
 
         First looked at when a norm is taken: a pipeline may be made of parameters after their optimizer.
         """
         split = [parameter for parameter in self._others if split_over_of(parameter)]
-        return list(dict.fromkeys(map(split_over_of, [*self._parameters, *split])))
+        found = dict.fromkeys(map(self._spread_of, [*self._parameters, *split]))
+        return sorted(found, key=lambda spread: spread.shards_over not in (None, self._comms.dp_comm))
+
+    def _spread_of(self, parameter: Tensor) -> Spread:
+        comm = self._comms.of(info_of(parameter).replicas) if self._sharded else None
+        return Spread(split_over_of(parameter), comm)
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
         return [
             [
                 (piece.member, piece.offset, piece.end)
-                for piece in shard_of(bucket, *self._shard).pieces
+                for piece in shard_of(bucket, *self._shard(bucket)).pieces
                 if id(self._parameters[piece.member]) not in self._elsewhere
             ]
             for bucket in self._buckets
         ]
+
+    def _shard(self, bucket: Bucket) -> tuple[int, int]:
+        comm = self._comms.of(bucket.replicas)
+        return (comm.rank, comm.size) if self._sharded else (0, 1)
 
     def of(
         self, flats: Sequence[Tensor], norm_type: float = 2.0, members: Collection[int] | None = None
@@ -81,9 +93,9 @@ class GradientNorm:
         members   numbers of the parameters that count, the same on every rank; None: all
         """
         require_norm_type(norm_type)
-        if not self._kinds:
+        if not self._spreads:
             return torch.zeros(())
-        result = norm_of_parts(self._parts(flats, members), self._kinds, norm_type, self._dp_comm)
+        result = norm_of_parts(self._parts(flats, members), self._spreads, norm_type)
         if not flats:
             return result.to(torch.get_default_dtype())
         return result.to(
@@ -99,15 +111,16 @@ class GradientNorm:
             longest = torch.promote_types(flat.dtype, torch.float64)
             if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
                 broken += 1
-        for comm in [*([] if self._dp_comm is None else [self._dp_comm]), *in_common_order(self._kinds)]:
+        sharded_over = dict.fromkeys(spread.shards_over for spread in self._spreads if spread.shards_over)
+        for comm in [*sharded_over, *in_common_order([spread.kind for spread in self._spreads])]:
             comm.allreduce(broken)
         return not broken.item()
 
-    def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Kind, Tensor]]:
-        if len(self._kinds) == 1 and not self._elsewhere and members is None:
-            return [(self._kinds[0], flat) for flat in flats]
+    def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Spread, Tensor]]:
+        if len(self._spreads) == 1 and not self._elsewhere and members is None:
+            return [(self._spreads[0], flat) for flat in flats]
         return [
-            (split_over_of(self._parameters[member]), flat[start:stop])
+            (self._spread_of(self._parameters[member]), flat[start:stop])
             for flat, places in zip(flats, self._places, strict=True)
             for member, start, stop in places
             if members is None or member in members

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters, PendingUpdate
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
     from hpcpar.comm.compiled import Handle
 
 
@@ -37,13 +37,13 @@ class ParameterAllGather:
         self,
         blocks: Sequence[Block],
         parameters: Sequence[Tensor],
-        dp_comm: Communicator,
+        comms: ReplicaComms,
         *,
         node_shared: NodeSharedParameters | None,
         model: nn.Module | None,
     ) -> None:
         self._blocks = blocks
-        self._comm = dp_comm
+        self._comms = comms
         self._node_shared = node_shared
         self._under_way: dict[int, Handle | PendingUpdate] = {}
         """Not empty: it is in _UNDER_WAY, and outlives the optimizer that began it."""
@@ -58,7 +58,7 @@ class ParameterAllGather:
         self.wait()
         self._started.clear()
         if self._node_shared is not None:
-            self._comm.barrier()
+            self._comms.dp_comm.barrier()
 
     def start(self, number: int) -> None:
         """Start the all-gather of a block whose own part is new; in the same order on all ranks."""
@@ -70,7 +70,8 @@ class ParameterAllGather:
         if self._node_shared is not None:
             self._under_way[number] = self._node_shared.start(block.flat, block.own)
         else:
-            self._under_way[number] = self._comm.start_allgather(block.own, out=block.flat)
+            comm = self._comms.of(block.bucket.replicas)
+            self._under_way[number] = comm.start_allgather(block.own, out=block.flat)
         _UNDER_WAY.add(self)
 
     def start_remaining(self) -> None:

@@ -15,6 +15,7 @@ from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.data_parallel.buckets import Extent
 from hpcpar.errors import MismatchError, OperationError
+from hpcpar.parameter_info import info_of
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def _pair(pair: object) -> Named:
 
 
 def extent(tensor: Tensor) -> Extent:
-    """Return the size of a tensor in a flat buffer of its element type and device."""
-    return Extent(tensor.numel(), tensor.element_size(), (tensor.dtype, tensor.device))
+    """Return the size of a tensor in a flat buffer of its element type, device and replicas."""
+    kind = tensor.dtype, tensor.device
+    return Extent(tensor.numel(), tensor.element_size(), kind, info_of(tensor).replicas)
 
 
 def describe(named: Named) -> str:

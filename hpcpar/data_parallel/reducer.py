@@ -14,24 +14,27 @@ source   Li et al. 2020, PyTorch Distributed, arXiv 2006.15704 (buckets, order, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
-from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, Extent, assign
+from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, assign
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.gradient_views import GradientViews, allocate_bucket
 from hpcpar.data_parallel.guards import refuse_thawed
-from hpcpar.data_parallel.parameters import Named, agree_on_parameters, distinct, extent
+from hpcpar.data_parallel.parameters import Named, distinct, extent
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
-from hpcpar.data_parallel.replicas import Writes
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.errors import GradientOrderError, OperationError
 from hpcpar.planner.traffic import expected_nbytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from hpcpar.comm import Communicator
 
 
@@ -43,7 +46,7 @@ ADVICE = (
 
 
 class Reducer(GradientReducer):
-    """Average the gradients of named parameters over `dp_comm`, in buckets, during backward.
+    """Average the gradients of named parameters over their replicas, in buckets, during backward.
 
         reducer = Reducer(model.named_parameters(), comm)
         loss.backward()              # hooks fill buckets; a full bucket leaves when all before it have left
@@ -59,7 +62,7 @@ class Reducer(GradientReducer):
     groups            parameters that are to share a bucket
     sparse_as_dense   make sparse gradients dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
-    shards            equal shards into which each bucket is to be cut
+    sharded           each bucket is to be cut into equal shards, one for each rank with a copy
     advice            ends the error message about a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
     held              reading `.grad` asks the optimizer from a gradient's departure until it is an average,
@@ -72,7 +75,7 @@ class Reducer(GradientReducer):
     def __init__(
         self,
         named_parameters: Iterable[Named],
-        dp_comm: Communicator,
+        comms: Communicator | ReplicaComms,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
@@ -81,26 +84,27 @@ class Reducer(GradientReducer):
         groups: Iterable[Iterable[Tensor]] = (),
         sparse_as_dense: bool = False,
         reduction: Reduction | None = None,
-        shards: int = 1,
+        sharded: bool = False,
         advice: str = ADVICE,
         late: Collection[str] = (),
         held: bool = False,
     ) -> None:
         everything = distinct(named_parameters)
-        agree_on_parameters(everything, dp_comm)
+        comms = ReplicaComms.given(comms, [tensor for _, tensor in everything])
+        comms.agree_on_parameters(everything)
         trainable = [(name, tensor) for name, tensor in everything if tensor.requires_grad]
-        own, values = [name for name, _ in everything], [tensor for _, tensor in everything]
         super().__init__(
             [name for name, _ in trainable],
             [tensor for _, tensor in trainable],
-            dp_comm,
-            Writes(own, values, dp_comm if held else None),
+            comms,
+            everything,
+            compared=held,
         )
         self.algorithm = algorithm
         self.passes = passes
         self._late = frozenset(late)
         self._held = held
-        self._reduction = Averaging(dp_comm, algorithm) if reduction is None else reduction
+        self._reduction = Averaging(comms, algorithm) if reduction is None else reduction
         self._sparse_as_dense = sparse_as_dense
         self._advice = advice
         self._frozen = [(name, tensor) for name, tensor in everything if not tensor.requires_grad]
@@ -110,10 +114,11 @@ class Reducer(GradientReducer):
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
-            shards=shards,
+            shards=comms.size if sharded else None,
         )
         self._states = [
-            allocate_bucket(bucket, self.parameters[bucket.members[0]], dp_comm) for bucket in self.buckets
+            allocate_bucket(bucket, self.parameters[bucket.members[0]], comms.of(bucket.replicas))
+            for bucket in self.buckets
         ]
         self._views = GradientViews(self.names, self.parameters, self._states)
         self._hidden = False
@@ -224,8 +229,8 @@ class Reducer(GradientReducer):
         self._passed = [0] * len(self.parameters)
         self._round_open = False
         self._departed = 0
-        self._usage_handle: Pending | None = None
-        self._usage_bits = np.zeros(0, dtype=np.uint8)
+        self._map_handles: list[Pending] = []
+        self._maps: list[NDArray[np.uint8]] = []
         for state in self._states:
             state.missing = len(state.bucket.members)
 
@@ -290,8 +295,10 @@ class Reducer(GradientReducer):
             state.version = state.flat._version  # with the write of the reduction itself
             self._departed += 1
             if self._departed == len(self._states):
-                self._usage_bits = self._map_of(self._gave)
-                self._usage_handle = self._reduction.start_map(self._usage_bits)
+                self._maps = self._maps_of(self._gave)
+                self._map_handles = [self._reduction.start_map(self._maps[0])]
+                for each, bits in zip(self._sets[1:], self._maps[1:], strict=True):
+                    self._map_handles.append(each.comm.start_allreduce(bits, "or"))
 
     def _written_under_way(self) -> list[str]:
         """The parameters of buckets that somebody wrote to after they had left.
@@ -326,10 +333,11 @@ class Reducer(GradientReducer):
             if state.handle is not None:
                 state.handle.wait()
                 state.handle = None
-        told = self._usage_bits
-        if self._usage_handle is not None:
-            self._usage_handle.wait()
-            told = self._read_map(self._usage_bits)
+        maps = self._maps
+        for handle in self._map_handles:
+            handle.wait()
+        if maps:
+            self._read_maps(maps)
             for index, parameter in enumerate(self.parameters):
                 release(parameter)
                 if parameter.grad is None and self.used[index]:
@@ -341,16 +349,18 @@ class Reducer(GradientReducer):
                     )
         self._begin_round()
         self.synchronized = True
-        self._writes.require_same(told)
+        self._require_same_writes(maps)
 
 
 def bucketed(
     parameters: Iterable[Tensor], dtype: torch.dtype | None = None, **limits: Any
 ) -> tuple[Bucket, ...]:
     """The buckets of these parameters, or of what they will be in another type; `limits` as of `assign`."""
+    parameters = list(parameters)
     extents = [extent(parameter) for parameter in parameters]
     if dtype is not None:
         extents = [
-            Extent(parameter.numel(), dtype.itemsize, (dtype, parameter.device)) for parameter in parameters
+            replace(each, itemsize=dtype.itemsize, kind=(dtype, parameter.device))
+            for each, parameter in zip(extents, parameters, strict=True)
         ]
     return assign(extents, **limits)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -43,7 +44,7 @@ class _Scattering:
 
 
 class Averaging:
-    """Averages over the ranks of a communicator.
+    """Averages over the ranks of a communicator, or over those with a copy of a bucket's parameters.
 
     scattered   each rank keeps its own shard alone; what then lies in the rest of the bucket means nothing
     dtype       what sums are worked out and kept in; None: as the gradients are
@@ -51,30 +52,33 @@ class Averaging:
 
     def __init__(
         self,
-        dp_comm: Communicator,
+        comms: Communicator | ReplicaComms,
         algorithm: str | None = None,
         *,
         scattered: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._comm = dp_comm
+        self._comms = ReplicaComms.given(comms, ())
         self._algorithm = algorithm
         self._scattered = scattered
         self._dtype = dtype
         self._averages: dict[Bucket, Tensor] = {}
 
     def start(self, flat: Tensor, bucket: Bucket) -> Pending:
+        comm, share = self._comms.of(bucket.replicas), self._comms.share(bucket.replicas)
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
-        self._averages[bucket] = self._kept(data)
+        if share != 1:
+            data.mul_(share)
+        self._averages[bucket] = self._kept(data, comm)
         if self._scattered:
-            handle = self._comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+            handle = comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
             return handle if data is flat else _Scattering(handle, self._averages, bucket)
-        return self._comm.start_allreduce(data, "average", algorithm=self._algorithm)
+        return comm.start_allreduce(data, "average", algorithm=self._algorithm)
 
     def start_map(self, bits: Any) -> Pending:
         # An algorithm that was named for the scatter is none of the all-reduce.
         algorithm = None if self._scattered else self._algorithm
-        return self._comm.start_allreduce(bits, "or", algorithm=algorithm)
+        return self._comms.dp_comm.start_allreduce(bits, "or", algorithm=algorithm)
 
     @property
     def averages(self) -> list[Tensor]:
@@ -85,8 +89,8 @@ class Averaging:
         """Return this rank's part of the bucket's last average, flat; complete once waited for."""
         return self._averages[bucket]
 
-    def _kept(self, data: Tensor) -> Tensor:
+    def _kept(self, data: Tensor, comm: Communicator) -> Tensor:
         if not self._scattered:
             return data
-        length = data.numel() // self._comm.size
-        return data[self._comm.rank * length : (self._comm.rank + 1) * length]
+        length = data.numel() // comm.size
+        return data[comm.rank * length : (comm.rank + 1) * length]

@@ -142,14 +142,15 @@ class OptimizerStates:
         """Assemble every parameter's state from all ranks' pieces, in its shape, on `root` or everywhere."""
         parameters = self.parts.reducer.parameters
         whole: dict[int, State] = defaultdict(dict)
-        for block_states in update.states_by_block():
+        for block, block_states in zip(self.parts.blocks, update.states_by_block(), strict=True):
+            comm = self.parts.comms.of(block.bucket.replicas)
             gathered: list[Any] | None
             if not self.is_sharded:
                 gathered = [block_states]
-            elif root is None:
-                gathered = self.dp_comm.allgather_object(block_states)
+            elif root is None or comm is not self.dp_comm:
+                gathered = comm.allgather_object(block_states)
             else:
-                gathered = self.dp_comm.gather_object(block_states, root)
+                gathered = comm.gather_object(block_states, root)
             for piece, state in (pair for of_rank in gathered or [] for pair in of_rank):
                 numel = parameters[piece.member].numel()
                 for key, value in state.items():

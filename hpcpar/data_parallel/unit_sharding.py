@@ -1,6 +1,7 @@
 """Cut a unit's parameters into shards: flat memory, this rank's part of it, and placeholders.
 
-unit     w (float32)   b (float32)   s (bfloat16)      one group per element type, trainable or frozen
+unit     w (float32)   b (float32)   s (bfloat16)      one group per element type and replicas, trainable or
+                                                       frozen
 group    | w 0 … 5 | b 0 … 2 | padding |               flat; each rank owns an equal shard
 """
 
@@ -10,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,17 @@ from hpcpar.data_parallel.fsdp_unit import UnitParamGroup
 from hpcpar.data_parallel.initial_values import InitialValues
 from hpcpar.data_parallel.parameters import layout_of, view_as
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.sharded_parameter import ShardedParameter
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.unit_plan import Place, UnitPlan
-from hpcpar.parameter_info import note
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
+from hpcpar.parameter_info import info_of, note
 
 
 def shard_unit(
     plan: UnitPlan,
     numbers: Mapping[int, int],
-    dp_comm: Communicator,
+    comms: ReplicaComms,
     source: InitialValues,
     precision: Precision | None,
     device: torch.device | str | None,
@@ -52,18 +51,19 @@ def shard_unit(
         floats = precision is not None and parameter.is_floating_point()
         dtype = precision.parameters if precision is not None and floats else parameter.dtype
         place = torch.device(device or "cpu") if parameter.is_meta else parameter.device
-        kinds.setdefault((dtype, place, parameter.requires_grad), []).append(entry)
+        kind = dtype, place, info_of(parameter).replicas, parameter.requires_grad
+        kinds.setdefault(kind, []).append(entry)
     return [
         _shard_group(
             entries,
             [numbers.get(id(p), -1) for _, p, _ in entries],
             dtype,
             place,
-            dp_comm,
+            comms,
             source,
             node_shared,
         )
-        for (dtype, place, _), entries in kinds.items()
+        for (dtype, place, *_), entries in kinds.items()
     ]
 
 
@@ -73,15 +73,16 @@ def _shard_group(
     members: list[int],
     dtype: torch.dtype,
     device: torch.device,
-    dp_comm: Communicator,
+    comms: ReplicaComms,
     source: InitialValues,
     node_shared: NodeSharedParameters | None,
 ) -> UnitParamGroup:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
-    extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device)) for shape, _ in layouts]
-    cut = bucket_of(range(len(entries)), extents, dp_comm.size)
-    bucket = replace(cut, members=tuple(members))
-    shard = shard_of(bucket, dp_comm.rank, dp_comm.size)
+    replicas = info_of(entries[0][1]).replicas
+    comm = comms.of(replicas)
+    extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device), replicas) for shape, _ in layouts]
+    bucket = replace(bucket_of(range(len(entries)), extents, comms.size), members=tuple(members))
+    shard = shard_of(bucket, comm.rank, comm.size)
     if node_shared is not None:
         flat = node_shared.allocate(bucket.numel, dtype)
         own = flat[shard.start : shard.stop]
@@ -89,7 +90,7 @@ def _shard_group(
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
         length = shard.stop - shard.start
         # The other ranks of this node read it where it lies.
-        own = dp_comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
+        own = comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
     places = list(zip(bucket.edges[:-1], bucket.edges[1:], strict=True))
     longest = functools.reduce(torch.promote_types, [parameter.dtype for _, parameter, _ in entries])
     values = source.shard(entries, bucket, layouts, places, shard, longest, device)

@@ -24,7 +24,7 @@ from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.parameters import Layout, layout_of
-from hpcpar.data_parallel.replicas import Writes
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.staging import BucketInFlight, StagingBuffer, allocate_staging
 from hpcpar.errors import GradientOrderError, OperationError
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(GradientReducer):
-    """Average gradients over `dp_comm` in every backward; each rank keeps its shards.
+    """Average gradients over their replicas in every backward; each rank keeps its shards.
 
     names, parameters   those that get gradients; collective, the same on every rank
-    buckets             of these parameters, padded for the ranks of `dp_comm`; they leave in this order
+    buckets             of these parameters, padded for the ranks that have copies; they leave in this order
     dtype               of the sums and of the shards; None: of the gradients
     layouts             of the parameters; None: as they lie now
     replicated          every rank has the parameters themselves
@@ -49,27 +49,27 @@ class ShardedGradients(GradientReducer):
         names: Sequence[str],
         parameters: Sequence[Tensor],
         buckets: Sequence[Bucket],
-        dp_comm: Communicator,
+        comms: Communicator | ReplicaComms,
         *,
         dtype: torch.dtype | None = None,
         algorithm: str | None = None,
         layouts: Sequence[Layout] | None = None,
         replicated: bool = True,
     ) -> None:
-        writes = Writes(names, parameters, dp_comm) if replicated else Writes([], [])
-        super().__init__(names, parameters, dp_comm, writes)
+        written = list(zip(names, parameters, strict=True)) if replicated else []
+        super().__init__(names, parameters, comms, written, compared=replicated)
         self.buckets = tuple(buckets)
         self._algorithm = algorithm
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
         devices = [parameters[bucket.members[0]].device for bucket in buckets]
-        lengths = [bucket.numel // dp_comm.size for bucket in buckets]
+        lengths = [bucket.numel // self.comms.size(bucket.replicas) for bucket in buckets]
         laid = dict(enumerate(map(layout_of, parameters) if layouts is None else layouts))
         self._states = [
             BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device), laid)
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
         self._state_of = {member: state for state in self._states for member in state.bucket.members}
-        self.staging = allocate_staging(dp_comm, self._states, devices)
+        self.staging = allocate_staging(self.dp_comm, self._states, devices)
         self.used = [0] * len(self.parameters)
         self.on_bucket_done: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
@@ -99,16 +99,17 @@ class ShardedGradients(GradientReducer):
         self._require_new_gradients()
         self.complete_backward()
         self._finish_all()
-        bits = self._map_of(self._had)
-        self.dp_comm.allreduce(bits, "or")
-        told = self._read_map(bits)
+        maps = self._maps_of(self._had)
+        for each, bits in zip(self._sets, maps, strict=True):
+            each.comm.allreduce(bits, "or")
+        self._read_maps(maps)
         self._had = [bool(used) for used in self.used]
         for parameter, is_used in zip(self.parameters, self.used, strict=True):
             if is_used:
                 hold(parameter)
         self._backwards = 0
         self.synchronized = True
-        self._writes.require_same(told)
+        self._require_same_writes(maps)
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients; what is under way is awaited first, with all other ranks.
@@ -238,7 +239,10 @@ class ShardedGradients(GradientReducer):
             flat = state.fill_up()
             if self.on_bucket_done is not None:
                 self.on_bucket_done(state.bucket)
-            state.handle = self.dp_comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
+            comm, share = self.comms.of(state.bucket.replicas), self.comms.share(state.bucket.replicas)
+            if share != 1:
+                flat.mul_(share)
+            state.handle = comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
             self._next += 1
         # A bucket further ahead may take a buffer, unless the one whose turn is next would have to wait.
         for state in self._states[self._next + 1 :]:

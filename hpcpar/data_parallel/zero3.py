@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
-from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnshardStats, octets
+from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
+from hpcpar.data_parallel.guards import refuse_shared_experts
 from hpcpar.data_parallel.initial_values import InitialValues, Values
-from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, agree_on_parameters, layout_of
+from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
 from hpcpar.data_parallel.precision import Precision
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
@@ -60,7 +63,7 @@ class FullyShardedState:
     def __init__(
         self,
         units: list[FsdpUnit],
-        dp_comm: Communicator,
+        comms: ReplicaComms,
         stats: UnshardStats,
         *,
         precision: Precision | None,
@@ -68,7 +71,8 @@ class FullyShardedState:
         node_shared: NodeSharedParameters | None,
     ) -> None:
         self.units = units
-        self.dp_comm = dp_comm
+        self.dp_comm = comms.dp_comm
+        self.comms = comms
         self.precision = precision
         self.node_shared = node_shared
         self.unshard_stats = stats
@@ -93,19 +97,19 @@ class FullyShardedState:
         self.layouts: list[Layout] = [numbered[number][1] for number in range(len(numbered))]
         self.names = [info_of(parameter).name for parameter in self.parameters]
         # A communicator of their own: ranks need not come to a gather and to a gradient in the same order.
-        self._loan = dp_comm.lend("gradients")
+        self._loan = comms.lend("gradients")
         self.gradients = ShardedGradients(
             self.names,
             self.parameters,
             [block.bucket for block in self.blocks],
-            self._loan.comm,
+            self._loan,
             dtype=None if precision is None else precision.reduction,
             layouts=self.layouts,
             replicated=False,
         )
         self._schedule = UnshardSchedule(
             units,
-            dp_comm,
+            self.dp_comm,
             self.gradients,
             {group.block.bucket: unit for unit, group in trainable},
             prefetch=prefetch,
@@ -226,39 +230,51 @@ class FullyShardedState:
     def _write_back(self) -> None:
         """Keep what was written to summoned parameters. Collective; OperationError where ranks differ."""
         groups = [group for unit in self.units for group in unit.groups]
-        prints = [zlib.crc32(octets(each.flat.cpu()).data) for each in groups]
-        told = self.dp_comm.allgather_object(prints)
-        for number, each in enumerate(groups):
-            if any(prints[number] != told[0][number] for prints in told):
-                few: list[Any] = each.parameters[:3]
-                names = ", ".join(info_of(parameter).name for parameter in few)
-                raise OperationError(
-                    "inside summon_full_parameters() ranks wrote different values to parameters of which "
-                    f"each keeps a shard ({names}{', …' if len(each.parameters) > 3 else ''}); nothing was "
-                    "kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
-                )
+        differing = [name for replicas in self.comms for name in self._differing(groups, replicas)]
+        if not self.comms.is_one:  # experts may differ on a few ranks
+            differing = [name for names in self.dp_comm.allgather_object(differing) for name in names]
+        if differing:
+            raise OperationError(
+                "inside summon_full_parameters() ranks wrote different values to parameters of which each "
+                f"keeps a shard ({', '.join(differing[:3])}{', …' if len(differing) > 3 else ''}); nothing "
+                "was kept. Write the same on every rank, or pass write_back=False to write for its own eyes"
+            )
         for each in groups:
             own, new = each.block.own, each.flat[each.block.shard.start : each.block.shard.stop]
             if not torch.equal(own, new):
                 own.copy_(new)
                 self.writes += 1
 
-    def expected_traffic(self, forwards: int, backwards: int) -> dict[str, int]:
-        """Bytes that all ranks together send to gather parameters in so many forwards and backwards.
+    def _differing(self, groups: Sequence[UnitParamGroup], replicas: Hashable) -> list[str]:
+        """Return the parameters of groups that have other values on some ranks with copies. Collective."""
+        shared = [each for each in groups if each.block.bucket.replicas is replicas]
+        told = self.comms.of(replicas).allgather_object(
+            [zlib.crc32(octets(each.flat.cpu()).data) for each in shared]
+        )
+        return [
+            info_of(parameter).name
+            for number, each in enumerate(shared)
+            if any(prints[number] != told[0][number] for prints in told)
+            for parameter in each.parameters
+        ]
+
+    def expected_traffic(self, forwards: int, backwards: int) -> dict[tuple[Communicator, str], int]:
+        """Bytes that all ranks of a communicator send to gather parameters in these forwards and backwards.
 
         Every unit is gathered in forward, and again in backward unless it is kept.
         """
         if self.node_shared is not None:
             return {}
-        total = 0
+        total: Counter[tuple[Communicator, str]] = Counter()
         for unit in self.units:
             times = forwards + (0 if unit.keeps else backwards)
             for group in unit.groups:
                 bucket = group.block.bucket
-                total += times * collective_nbytes(
-                    self.dp_comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
+                comm = self.comms.of(bucket.replicas)
+                total[comm, "allgather"] += times * collective_nbytes(
+                    comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
                 )
-        return {"allgather": total}
+        return total
 
 
 def fully_shard(
@@ -312,9 +328,11 @@ def fully_shard(
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
-    agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters], dp_comm)
+    comms = ReplicaComms(dp_comm, model.parameters())
+    refuse_shared_experts(comms, shared_parameters=shared_parameters)
+    comms.agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters])
     _agree_on_units(plans, prefetch, precision, dp_comm)
-    source = InitialValues(model, dp_comm, values)
+    source = InitialValues(model, comms, values)
     numbers = {
         id(parameter): number
         for number, parameter in enumerate(
@@ -324,13 +342,13 @@ def fully_shard(
     node_shared = NodeSharedParameters(dp_comm) if shared_parameters else None
     units, stats = [], UnshardStats()
     for plan in plans:
-        groups = shard_unit(plan, numbers, dp_comm, source, precision, device, node_shared)
-        units.append(FsdpUnit(plan, groups, dp_comm, stats, node_shared=node_shared))
+        groups = shard_unit(plan, numbers, comms, source, precision, device, node_shared)
+        units.append(FsdpUnit(plan, groups, comms, stats, node_shared=node_shared))
     source.fill_buffers(device)
     for unit in units:
         unit.publish_shards()
     sharding = FullyShardedState(
-        units, dp_comm, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
+        units, comms, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
     )
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]

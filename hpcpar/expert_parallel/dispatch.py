@@ -37,7 +37,7 @@ def gateways(nodes: NodeMap, rank: int) -> tuple[int, ...]:
     return tuple(members[place % len(members)] for members in nodes.members)
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """A token for some of its slots; on the way home the sum of their outputs.
 
     rank, token   whose it is, and its number there
@@ -49,13 +49,13 @@ class Row(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Message(NamedTuple):
+class RowMessage(NamedTuple):
     """Rows from one rank to another, or to itself; those of one step travel at once."""
 
     step: int
     sender: int
     receiver: int
-    rows: tuple[Row, ...]
+    rows: tuple[TokenRow, ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Dispatch:
         return tuple(map(sum, zip(*self.counts, strict=True)))
 
     @cached_property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[RowMessage, ...]:
         """Messages by which tokens reach their experts, and by which gradients of outputs do."""
         if self.stages == 1:
             return self._grouped((0, row.rank, owner, row) for row, owner in self._kept())
@@ -122,7 +122,7 @@ class Dispatch:
             gateway = gateways(self.node_map, row.rank)[self.node_map.node_of[owner]]
             first[row.rank, gateway, row.token] += row.slots
         there = (
-            (0, rank, gateway, Row(rank, token, tuple(slots)))
+            (0, rank, gateway, TokenRow(rank, token, tuple(slots)))
             for (rank, gateway, token), slots in first.items()
         )
         onward = (
@@ -131,7 +131,7 @@ class Dispatch:
         )
         return self._grouped([*there, *onward])
 
-    def returns(self, *, sum_on_node: bool = False) -> tuple[Message, ...]:
+    def returns(self, *, sum_on_node: bool = False) -> tuple[RowMessage, ...]:
         """Return the messages by which outputs come home, and by which gradients of tokens do.
 
         sum_on_node   those of one node travel to another as their sum; else each by itself
@@ -144,10 +144,10 @@ class Dispatch:
             home += [(last - step, receiver, sender, row) for row in back]
         return self._grouped(home)
 
-    def _kept(self) -> list[tuple[Row, int]]:
+    def _kept(self) -> list[tuple[TokenRow, int]]:
         """List each slot that has an expert, and that expert's rank."""
         return [
-            (Row(rank, number, (slot,)), self.owners[expert])
+            (TokenRow(rank, number, (slot,)), self.owners[expert])
             for rank, tokens in enumerate(self.routing)
             for number, experts in enumerate(tokens)
             for slot, expert in enumerate(experts)
@@ -155,14 +155,14 @@ class Dispatch:
         ]
 
     @staticmethod
-    def _grouped(rows: Iterable[tuple[int, int, int, Row]]) -> tuple[Message, ...]:
-        found: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
+    def _grouped(rows: Iterable[tuple[int, int, int, TokenRow]]) -> tuple[RowMessage, ...]:
+        found: dict[tuple[int, int, int], list[TokenRow]] = defaultdict(list)
         for step, sender, receiver, row in rows:
             found[step, sender, receiver].append(row)
-        return tuple(Message(*pair, tuple(sorted(found[pair]))) for pair in sorted(found))
+        return tuple(RowMessage(*pair, tuple(sorted(found[pair]))) for pair in sorted(found))
 
 
-def rows_sent(messages: Sequence[Message], size: int) -> tuple[tuple[int, ...], ...]:
+def rows_sent(messages: Sequence[RowMessage], size: int) -> tuple[tuple[int, ...], ...]:
     """Count the rows from each rank to each other; rows_sent(...)[0][1] are those from rank 0 to rank 1."""
     sent = [[0] * size for _ in range(size)]
     for message in messages:
@@ -171,13 +171,13 @@ def rows_sent(messages: Sequence[Message], size: int) -> tuple[tuple[int, ...], 
     return tuple(map(tuple, sent))
 
 
-def between_nodes(messages: Sequence[Message], nodes: Sequence[int]) -> int:
+def between_nodes(messages: Sequence[RowMessage], nodes: Sequence[int]) -> int:
     """Count the rows that leave their sender's node."""
     return sum(len(each.rows) for each in messages if nodes[each.sender] != nodes[each.receiver])
 
 
 def seconds(
-    messages: Sequence[Message], nodes: Sequence[int], row_nbytes: int, within: Link, between: Link
+    messages: Sequence[RowMessage], nodes: Sequence[int], row_nbytes: int, within: Link, between: Link
 ) -> float:
     """Price messages by α and β: a rank sends one message after the other, and receives meanwhile.
 
@@ -192,7 +192,7 @@ def seconds(
     return sum(max(of_step.values()) for of_step in busy.values())
 
 
-def prove(dispatch: Dispatch, messages: Sequence[Message], returns: Sequence[Message]) -> None:
+def prove(dispatch: Dispatch, messages: Sequence[RowMessage], returns: Sequence[RowMessage]) -> None:
     """Prove that each row comes to its expert once, and each output home once, all sent by who has them.
 
     errors   LayoutError that names the first row that does not
@@ -201,10 +201,10 @@ def prove(dispatch: Dispatch, messages: Sequence[Message], returns: Sequence[Mes
     _prove_back(dispatch, returns)
 
 
-def _prove_there(dispatch: Dispatch, messages: Sequence[Message]) -> None:
+def _prove_there(dispatch: Dispatch, messages: Sequence[RowMessage]) -> None:
     wanted = dict(dispatch._kept())
     held: dict[tuple[int, int, int], int] = {}
-    arrived: dict[Row, int] = {}
+    arrived: dict[TokenRow, int] = {}
     nodes_reached = set()
     for step, sender, receiver, rows in sorted(messages):
         for row in rows:
@@ -225,7 +225,7 @@ def _prove_there(dispatch: Dispatch, messages: Sequence[Message]) -> None:
             raise LayoutError(f"{row} comes to its expert on rank {owner} {arrived.get(row, 0)} times")
 
 
-def _prove_back(dispatch: Dispatch, returns: Sequence[Message]) -> None:
+def _prove_back(dispatch: Dispatch, returns: Sequence[RowMessage]) -> None:
     """Follow outputs: each is at one rank at a time, and at its token's in the end."""
     place = dict(dispatch._kept())
     for step, sender, receiver, rows in sorted(returns):

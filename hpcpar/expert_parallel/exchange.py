@@ -253,8 +253,9 @@ class Assignment:
         return self.positions.index_select(0, tokens)
 
 
-POSITIONS, RANK_STRIDE = 2**48, 2**32
-"""Positions are below the first; where none are given, those of a rank begin at a multiple of the second."""
+EXPERTS, POSITIONS, RANK_STRIDE = 2**15, 2**48, 2**32
+"""Numbers of experts and positions are below the first two, so that both fit into one int64. Where no
+positions are given, those of a rank begin at a multiple of the third."""
 
 
 def keys(experts: Tensor, positions: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,7 +21,7 @@ from hpcpar.comm.agree import require_same
 from hpcpar.errors import LayoutError, OperationError
 from hpcpar.expert_parallel.dispatch import owners
 from hpcpar.expert_parallel.exchange import (
-    POSITIONS,
+    EXPERTS,
     Arrive,
     Assignment,
     Channels,
@@ -30,6 +31,7 @@ from hpcpar.expert_parallel.exchange import (
     OneStageDraft,
     Trip,
 )
+from hpcpar.expert_parallel.mix_call import MixCall
 from hpcpar.expert_parallel.two_stages import TwoStageDraft
 from hpcpar.partition import bounds
 from hpcpar.uncompiled import uncompiled
@@ -55,9 +57,9 @@ class ExpertParallel:
                   rows, too: fewer bytes between nodes, and sums in another order
     errors        LayoutError; MismatchError on every rank whose ranks ask for different things
 
-    Without halves and sum_on_node outputs and gradients are those of one rank to the bit, for any number of
-    ranks and stages: an expert's rows are in the order of global positions, and a token's outputs are added
-    in the order of its slots.
+    On CPUs, without halves and sum_on_node, outputs and gradients are those of one rank to the bit, for any
+    number of ranks and stages: an expert's rows are in the order of global positions, and a token's outputs
+    are added in the order of its slots.
     source   Shazeer et al. 2017, arXiv 1701.06538; Lepikhin et al. 2020, GShard, arXiv 2006.16668
     """
 
@@ -72,8 +74,8 @@ class ExpertParallel:
     ) -> None:
         asked = f"ExpertParallel(count={count}, {stages=}, {halves=}, {sum_on_node=})"
         require_same(comm, asked)
-        if count < 1 or stages not in ("auto", 1, 2):
-            raise LayoutError(f'{asked}: there is at least one expert, and stages are 1, 2 or "auto"')
+        if not 1 <= count < EXPERTS or stages not in ("auto", 1, 2):
+            raise LayoutError(f'{asked}: count is from 1 to {EXPERTS - 1}, and stages are 1, 2 or "auto"')
         if sum_on_node and stages == 1:
             raise LayoutError(f'{asked}: outputs are summed on nodes in two stages; give stages=2, or "auto"')
         self.comm, self.count = comm, count
@@ -121,7 +123,7 @@ class ExpertParallel:
         a gradient. Gradients cannot be differentiated again.
         """
         halves = _halves(len(hidden)) if self.halves else [slice(None)]
-        trips = self._meet(hidden, experts, weights, kept, positions, halves)
+        trips = self._meet(MixCall(hidden, experts, weights, kept, positions), halves)
         joints: list[Tensor] = [
             Depart.apply(hidden[half], trip)  # type: ignore[no-untyped-call]
             for half, trip in zip(halves, trips, strict=True)
@@ -156,53 +158,32 @@ class ExpertParallel:
             has_gradient = bool(self._channels.notes.allreduce(flag, "max"))
         return joint.requires_grad_(has_gradient)
 
-    def _meet(
-        self,
-        hidden: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        kept: Tensor | None,
-        positions: Tensor | None,
-        halves: Sequence[slice],
-    ) -> list[Trip]:
+    def _meet(self, call: MixCall, halves: Sequence[slice]) -> list[Trip]:
         """Agree on the call, tell each other the counts, and make the routes."""
-        comm, size = self.comm, self.comm.size
-        problem = self._problem(hidden, experts, weights, kept, positions)
-        described = problem or _described(hidden, experts, weights, positions)
-        drafts: list[OneStageDraft | TwoStageDraft] = []
-        if problem is None:
-            for half in halves:
-                to = Assignment(
-                    experts[half],
-                    self._owner_of,
-                    comm.rank,
-                    None if kept is None else kept[half],
-                    None if positions is None else positions[half],
-                )
-                drafts.append(self._draft(to))
-        length = 2 + len(self.own)
+        problem = call.problem(self.count)
+        drafts = [] if problem else [self._draft(call.part(half)) for half in halves]
+        described = problem or call.described()
         digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
-        told: list[int] = []
-        edges = bounds(self.count, size)
-        for rank, (start, stop) in enumerate(edges):
-            told.append(digest)
-            for draft in drafts:
-                told += [*draft.to_gateways[rank], *draft.counts[start:stop]]
-            if problem is not None:
-                told += [0] * len(halves) * (2 + stop - start)
-        heard = self._exchanged(told, [1 + len(halves) * (2 + stop - start) for start, stop in edges])
+        told, lengths = [], []
+        for rank, (start, stop) in enumerate(bounds(self.count, self.comm.size)):
+            parts = [[*draft.to_gateways[rank], *draft.counts[start:stop]] for draft in drafts]
+            parts = parts or [[0] * (2 + stop - start)] * len(halves)
+            told += [digest, *chain(*parts)]
+            lengths.append(1 + sum(map(len, parts)))
+        heard = self._exchanged(told, lengths)
         if any(numbers[0] != digest for numbers in heard):
-            require_same(comm, f"ExpertParallel.mix({described})")
-        if problem is not None:
+            require_same(self.comm, f"ExpertParallel.mix({described})")
+        if problem:
             raise OperationError(f"ExpertParallel.mix: {problem}")
         self.counts = [sum(of_expert) for of_expert in zip(*(draft.counts for draft in drafts), strict=True)]
-        starts = range(1, 1 + length * len(halves), length)
+        length = 2 + len(self.own)
         return [
-            Trip(draft.route([numbers[start : start + length] for numbers in heard]))
-            for draft, start in zip(drafts, starts, strict=True)
+            Trip(draft.route([numbers[first : first + length] for numbers in heard]))
+            for draft, first in zip(drafts, range(1, 1 + length * len(halves), length), strict=True)
         ]
 
-    def _draft(self, to: Assignment) -> OneStageDraft | TwoStageDraft:
+    def _draft(self, part: MixCall) -> OneStageDraft | TwoStageDraft:
+        to = Assignment(part.experts, self._owner_of, self.comm.rank, part.kept, part.positions)
         if self._on_node is None or (self.stages == "auto" and to.shape[1] == 1):
             return OneStageDraft(self._channels, to)
         return TwoStageDraft(self._channels, self._on_node, self._nodes, to, sums=self.sum_on_node)
@@ -218,55 +199,7 @@ class ExpertParallel:
         )
         return heard.view(self.comm.size, own).tolist()
 
-    def _problem(
-        self,
-        hidden: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        kept: Tensor | None,
-        positions: Tensor | None,
-    ) -> str | None:
-        """Say what does not fit, or None."""
-        if hidden.dim() != 2 or experts.dim() != 2 or not hidden.is_floating_point():
-            return (
-                f"hidden {list(hidden.shape)} of {hidden.dtype} and experts {list(experts.shape)} were "
-                "given; they must be [T, H] of floating point and [T, k]"
-            )
-        tokens, slots = experts.shape
-        if len(hidden) != tokens or weights.shape != experts.shape or not slots:
-            return (
-                f"hidden {list(hidden.shape)}, experts {list(experts.shape)} and weights "
-                f"{list(weights.shape)} were given; they must be [T, H], [T, k] and [T, k]"
-            )
-        if experts.dtype != torch.int64 or not weights.is_floating_point():
-            return (
-                f"experts of {experts.dtype} and weights of {weights.dtype} were given; they must be int64 "
-                "and floating point"
-            )
-        if kept is not None and (kept.shape != experts.shape or kept.dtype != torch.bool):
-            return f"kept {list(kept.shape)} of {kept.dtype} was given; it must be [T, k] of bool"
-        if positions is not None and (positions.shape != (tokens,) or positions.dtype != torch.int64):
-            return (
-                f"positions {list(positions.shape)} of {positions.dtype} were given; they must be [T] int64"
-            )
-        for what, numbers, limit in (("experts", experts, self.count), ("positions", positions, POSITIONS)):
-            if numbers is not None and numbers.numel():
-                least, most = (int(number) for number in numbers.aminmax())
-                if least < 0 or most >= limit:
-                    return f"{what} from {least} to {most} were given; they must be from 0 to {limit - 1}"
-        return None
-
 
 def _halves(tokens: int) -> list[slice]:
     middle = (tokens + 1) // 2
     return [slice(middle), slice(middle, None)]
-
-
-def _described(hidden: Tensor, experts: Tensor, weights: Tensor, positions: Tensor | None) -> str:
-    """Describe what must be the same on all ranks."""
-    gradients = [name for name, of in (("hidden", hidden), ("weights", weights)) if of.requires_grad]
-    with_gradients = f"gradients of {gradients}" if torch.is_grad_enabled() else "without gradients"
-    return (
-        f"tokens [T, {hidden.shape[1]}] of {hidden.dtype} with {experts.shape[1]} experts each, weights of "
-        f"{weights.dtype}, {'no ' if positions is None else ''}positions, {with_gradients}"
-    )

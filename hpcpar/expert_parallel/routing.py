@@ -7,6 +7,8 @@ Shape letters: T tokens, E experts, k experts of a token.
 
 A bias selects, and does not weigh. Of equal scores the expert with the lower number is chosen, so routing is
 the same wherever a token is computed.
+With a capacity an expert takes a limited number of each sequence's tokens; the others go without it. What is
+dropped of a sequence depends on this sequence alone, not on ranks or microbatches.
 source   Shazeer et al. 2017, arXiv 1701.06538; DeepSeek-V3, arXiv 2412.19437, section 2.1.2 (groups, bias)
 """
 
@@ -28,13 +30,11 @@ class Routing:
     experts   [T, k] int64, of each token the highest score (with its bias) first
     weights   [T, k], of the experts' outputs, in the logits' type
     scores    [T, E], softmax or sigmoid of the logits
-    kept      [T, k] bool: False where the expert was full, and the token goes without it; None: all are kept
     """
 
     experts: Tensor
     weights: Tensor
     scores: Tensor
-    kept: Tensor | None = None
 
 
 def route(logits: Tensor, sizes: Experts, bias: Tensor | None = None) -> Routing:
@@ -74,3 +74,28 @@ def _best(values: Tensor, count: int) -> Tensor:
     torch.topk promises no order of equal values.
     """
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def within_capacity(
+    experts: Tensor, weights: Tensor, sequence_of: Tensor, capacities: Tensor, sizes: Experts
+) -> Tensor:
+    """Return [T, k] bool: True where an expert has room for the token.
+
+    experts, weights   [T, k], of whole sequences, each one's tokens in order
+    sequence_of        [T] int64, number of each token's sequence
+    capacities         [N] int64, tokens that an expert takes of each sequence: see `Experts.capacity`
+
+    An expert prefers the highest weights, or the first positions; of equal weights, too, the first positions.
+    source   Lepikhin et al. 2020, GShard, arXiv 2006.16668 (by position)
+    """
+    per_token = experts.shape[-1]
+    queue = (sequence_of.unsqueeze(-1) * sizes.count + experts).flatten()  # of one expert and sequence
+    order = torch.arange(len(queue), device=queue.device)
+    if sizes.drop == "score":
+        order = weights.flatten().sort(descending=True, stable=True).indices
+    order = order[queue[order].sort(stable=True).indices]
+    lengths = torch.bincount(queue, minlength=len(capacities) * sizes.count)
+    starts = lengths.cumsum(0) - lengths
+    place_in_queue = torch.empty_like(queue)
+    place_in_queue[order] = torch.arange(len(queue), device=queue.device) - starts[queue[order]]
+    return (place_in_queue < capacities[sequence_of].repeat_interleave(per_token)).view_as(experts)

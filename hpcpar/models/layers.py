@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from hpcpar.context_parallel import ContextParallel
+from hpcpar.expert_parallel import ExpertParallel
+from hpcpar.models.balancing import Balancing
+from hpcpar.models.expert_tokens import ExpertTokens
 from hpcpar.models.loss import Reduction, next_token_loss
+from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import Dropout, RandomStreams, RMSNorm, Stream, causal_attention
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features), both of the whole layer -> the module, without bias."""
@@ -87,7 +94,10 @@ class Layers:
     places              gives the places of this rank's tokens in their sequence, for dropout; None: by stream
     context             ranks that share each sequence; None: each has whole sequences
     experts             ExpertParallel: ranks among which experts are divided; None: each has all of them
+    expert_replicas     ranks with copies of this rank's experts; None: those with copies of the other layers
     expert_column_linear, expert_row_linear   an expert's gate and up, and its down
+    expert_tokens       takes tokens to router and experts where ranks share layers or sequences
+    balancing           of all mixtures of a model; None: a new one for each model
     """
 
     column_linear: LinearFactory = Linear
@@ -106,6 +116,15 @@ class Layers:
     sequence_multiple: int = 1
     places: Callable[[], Tensor] | None = None
     context: ContextParallel | None = None
-    experts: Any = None
+    experts: ExpertParallel | None = None
+    expert_replicas: Communicator | None = None
     expert_column_linear: LinearFactory = Linear
     expert_row_linear: LinearFactory = Linear
+    expert_tokens: ExpertTokens = field(default_factory=ExpertTokens)
+    balancing: Balancing | None = None
+
+    def balanced(self, config: LlamaConfig) -> Layers:
+        """Return these with the object that balances a model's experts, where it has any."""
+        if self.balancing is not None or config.experts is None:
+            return self
+        return replace(self, balancing=Balancing(config.experts))

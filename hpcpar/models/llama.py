@@ -123,9 +123,9 @@ class DecoderLayer(nn.Module):
 def _feed_forward(config: LlamaConfig, layers: Layers, number: int) -> nn.Module:
     experts = config.experts_of(number)
     if experts is not None:
-        return MixtureOfExperts(config.hidden_size, experts, layers)
+        return MixtureOfExperts(config.hidden_size, experts, layers, number)
     column, row = layers.column_linear, layers.row_linear
-    return FeedForward(config.hidden_size, config.ffn_width, layers, column=column, row=row)
+    return FeedForward(config.hidden_size, config.ffn_width, column=column, row=row, project=layers.project)
 
 
 def _dropout(config: LlamaConfig, layers: Layers, stream: Stream) -> Dropout:
@@ -195,7 +195,7 @@ class Llama(nn.Module):
         embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        layers, part = layers or Layers(), part or Part.whole(config.layers)
+        layers, part = (layers or Layers()).balanced(config), part or Part.whole(config.layers)
         _require_layers(part.layers, config)
         self.config = config
         self.part = part
@@ -209,6 +209,7 @@ class Llama(nn.Module):
         self.sequence_multiple = layers.sequence_multiple
         self.random_streams = layers.streams
         self.context = layers.context
+        self.balancing = layers.balancing
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
         if seed is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpcpar.context_parallel import ContextParallel
 from hpcpar.errors import LayoutError
+from hpcpar.models.expert_ranks import ExpertRanks, expert_layers, require_feed_forward
 from hpcpar.models.layers import Layers
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import (
@@ -27,7 +28,6 @@ from hpcpar.tensor_parallel import (
 )
 from hpcpar.tensor_parallel.attention import require_heads
 from hpcpar.tensor_parallel.region_styles import OnOwnPart
-from hpcpar.tensor_parallel.split import require_divisible
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -39,18 +39,21 @@ def parallel_layers(
     *,
     context: ContextParallel | None = None,
     streams: RandomStreams | None = None,
+    experts: ExpertRanks | None = None,
 ) -> Layers:
     """Divide heads, ffn and vocabulary over the ranks of `tp`: Llama(config, parallel_layers(config, tp)).
 
     context   ranks that share each sequence, as well; None: each has whole ones
     streams   random numbers of dropout; None: from seed 0
+    experts   ranks among which experts are divided, as well; None: they are split as the other layers are
     errors    LayoutError for heads or an ffn_size that do not divide among the ranks, and for a norm of all
               heads together; key-value heads may be fewer than ranks, and a vocabulary that does not divide
               is padded
     """
     tp = TensorParallel.of(tp)
     require_heads(config.heads, config.key_value_heads, tp.size)
-    require_divisible(config.ffn_width, tp.size, "ffn_size")
+    experts = experts or ExpertRanks(split=True)
+    require_feed_forward(config, tp.size, experts)
 
     if config.qk_norm == "all" and tp.size > 1:
         raise LayoutError(
@@ -87,6 +90,7 @@ def parallel_layers(
         sequence_multiple=tp.size if tp.sequence_parallel else 1,
         attention=causal_attention if context is None else context.model_attention,
         context=context,
+        **expert_layers(tp, context, experts),
         places=None if context is None else partial(_own_places, context, tp),
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -61,12 +62,14 @@ class LlamaStages(nn.Module):
     ) -> None:
         super().__init__()
         require_split(split, config.layers + 2)
+        layers = layers.balanced(config)
         self.config = config
         self.split = tuple(split)
         self.random_streams = layers.streams
         self.sequence_multiple = layers.sequence_multiple
         self.tied_names = {HEAD: EMBEDDING} if config.tie_embeddings and len(split) > 1 else {}
         self.context = layers.context
+        self.balancing = layers.balancing
         self._loss = layers.loss
         self._whole_logits = layers.whole_logits
         # A dict is no submodule: _register makes the tree with the whole model's names.
@@ -134,8 +137,8 @@ def measured_costs(
 ) -> list[float]:
     """Measure the seconds of a forward and a backward of embedding, each layer, and head with loss.
 
-    The median of `repeats`, after a warm-up. Embedding, head and one layer of each kind of recomputation are
-    built and timed in turn, so that noise affects all of them.
+    The median of `repeats`, after a warm-up. Embedding, head and one layer of each kind (of
+    recomputation, with or without experts) are built and timed in turn, so that noise affects all of them.
 
     microbatch, sequence   B and the S of the whole sequence
     collective             over the ranks that share a layer. Average the times over all ranks before
@@ -143,6 +146,8 @@ def measured_costs(
     """
     again = recompute or Recompute()
     kept = layers.streams.state_dict()
+    if layers.balancing is not None:
+        layers = replace(layers, balancing=layers.balancing.fresh())
 
     def built(part: Part) -> Llama:
         # Values do not matter to time, as long as they are ordinary numbers: none need to be drawn.
@@ -152,8 +157,11 @@ def measured_costs(
             nn.init.constant_(parameter, 0.01)
         return stage
 
-    modes = [again.of_layer(number, config.layers) for number in range(config.layers)]
-    firsts = [modes.index(mode) for mode in dict.fromkeys(modes)]
+    kinds = [
+        (again.of_layer(number, config.layers), config.experts_of(number) is None)
+        for number in range(config.layers)
+    ]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     stages = [
         built(Part(range(0), embeds=True, heads=False)),
         *(built(Part(range(number, number + 1), embeds=False, heads=False)) for number in firsts),
@@ -170,9 +178,9 @@ def measured_costs(
             for _ in range(repeats + 1)
         ]
     embedding, *of_firsts, head = [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-    of_mode = {modes[number]: seconds for number, seconds in zip(firsts, of_firsts, strict=True)}
+    of_kind = {kinds[number]: seconds for number, seconds in zip(firsts, of_firsts, strict=True)}
     layers.streams.load_state_dict(kept)
-    return [embedding, *(of_mode[mode] for mode in modes), head]
+    return [embedding, *(of_kind[kind] for kind in kinds), head]
 
 
 def _once(stage: Llama, inputs: Tensor, targets: Tensor) -> float:

@@ -106,6 +106,11 @@ class Experts:
                 f"experts.per_token={self.per_token}, but there are experts.count={self.count}; choose "
                 f"{self.count} or fewer"
             )
+        if self.per_token == 1 and self.renormalise:
+            raise ConfigError(
+                "experts.per_token=1 with experts.renormalise=True: a token's one weight would be 1, "
+                "whatever its score, and teach the router nothing; set renormalise=False"
+            )
         if self.count % self.groups:
             near = [groups for groups in range(1, self.count // 2 + 1) if not self.count % groups]
             raise ConfigError(

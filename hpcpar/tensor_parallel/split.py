@@ -308,7 +308,7 @@ class Divided(nn.Module):
 def _note_again(before: nn.Parameter | None, now: nn.Parameter | None) -> None:
     if before is None or now is None or before.shape != now.shape or split_of(now) is not None:
         return
-    note(now, split=split_of(before), comm=comm_of(before))
+    note(now, split=split_of(before), comm=comm_of(before), replicas=info_of(before).replicas)
     note_split_over(now, *split_over_of(before))
 
 

@@ -13,9 +13,12 @@ from hpcpar.context_parallel import ContextParallel
 from hpcpar.data import Prepared, Tokenizer, prepare
 from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
 from hpcpar.errors import ConfigError
+from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, parallel_layers
+from hpcpar.models.balancing import Balancing
+from hpcpar.models.expert_ranks import ExpertRanks
 from hpcpar.models.initialise import initial_value
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
@@ -100,6 +103,29 @@ def sequences_of(config: Config, mesh: Mesh, tp: TensorParallel, tokenizer: Toke
     )
 
 
+def expert_ranks_of(
+    config: Config, vocabulary: int, mesh: Mesh, tp: TensorParallel, sequences: Sequences
+) -> ExpertRanks | None:
+    """Return which ranks divide the experts and balance their loads; None without experts. Collective."""
+    sizes = config.model_config_for(vocabulary).experts
+    if sizes is None:
+        return None
+    split = mesh.layout.etp == tp.size
+    # Where experts are whole or sequences divided, ranks of tp route other tokens.
+    over = ("tp",) if tp.size > 1 and (tp.sequence_parallel or not split) else ()
+    comms = [mesh.comm(*axes, *over) for axes in (("dp", "cp"), ("cp",))]
+    # Communicators of their own, so that bytes of gradients equal the theory.
+    others, of_sequence = (comm.split(0, comm.rank, "balance") for comm in comms)
+    is_everywhere = mesh.ep.size == 1 and (tp.size == 1 or split)
+    return ExpertRanks(
+        ExpertParallel(mesh.ep, sizes.count, **config.expert_parallel.model_dump()),
+        split=split,
+        replicas=None if is_everywhere else mesh.edp,
+        replica=mesh.dp.rank,
+        balancing=Balancing(sizes, others, of_sequence, tokens_per_step=sequences.global_tokens),
+    )
+
+
 def _require_heads(config: Config, tp: int, cp: int, exchanging: int) -> None:
     """Raise ConfigError unless each tp rank's heads divide among the ranks that exchange them (Ulysses)."""
     heads = config.model_config_for(1).heads
@@ -128,17 +154,19 @@ def build_model(
     dp_comm: Communicator,
     tp: TensorParallel,
     context: ContextParallel | None = None,
+    experts: ExpertRanks | None = None,
 ) -> Llama:
     """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
 
     context   ranks that share each sequence
+    experts   ranks that divide the experts
 
     With zero_stage = 3 a rank holds only its shard of that part.
     """
     sizes, section, seed = config.model_config_for(vocabulary), config.optimizer, config.model.seed
     replica = dp_comm.rank // (context.comm.size if context else 1)
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
-    layers = parallel_layers(sizes, tp, context=context, streams=streams)
+    layers = parallel_layers(sizes, tp, context=context, streams=streams, experts=experts)
     if section.zero_stage == 3:
         with torch.device("meta"):
             model = Llama(sizes, layers, seed=None, recompute=config.recompute).to(_plain_dtype(config))
@@ -148,7 +176,7 @@ def build_model(
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
-            values=lambda name, parameter: own_shard(parameter, initial_value(sizes, name, seed)),
+            values=lambda name, tensor: own_shard(tensor, initial_value(sizes, name, seed)),
             device=device,
         )
         return model
@@ -166,6 +194,7 @@ def build_stages(
     tp: TensorParallel,
     microbatches: int,
     context: ContextParallel | None = None,
+    experts: ExpertRanks | None = None,
 ) -> tuple[LlamaStages, Schedule]:
     """Build this rank's stages, and the schedule of `mesh.pp` for so many microbatches. Collective.
 
@@ -176,7 +205,7 @@ def build_stages(
     # Dropout masks differ between layers, and so between pipeline ranks.
     replica = mesh.pp.rank * mesh.dp.size + mesh.dp.rank
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
-    layers = parallel_layers(sizes, tp, context=context, streams=streams)
+    layers = parallel_layers(sizes, tp, context=context, streams=streams, experts=experts)
     costs = item_costs(config, sizes, layers, device, mesh.world)
     with mesh.world.together("dividing the model into stages"):
         schedule = make_schedule(config, mesh.pp.size, microbatches, costs)

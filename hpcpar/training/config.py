@@ -30,6 +30,7 @@ from hpcpar.comm import select
 from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
+from hpcpar.planner.experts import BalanceOver, Drop, Score
 from hpcpar.planner.shapes import QueryKeyNorm
 from hpcpar.training.usual_names import OF_OTHERS
 
@@ -58,6 +59,27 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+class ExpertsSection(Section):
+    """Changes to the preset's experts, or experts for a model without them. Fields as in `Experts`."""
+
+    count: int | None = None
+    per_token: int | None = None
+    ffn_size: int | None = None
+    shared_ffn_size: int | None = None
+    first_dense: int | None = None
+    score: Score | None = None
+    renormalise: bool | None = None
+    scale: float | None = None
+    groups: int | None = None
+    groups_per_token: int | None = None
+    capacity_factor: float | None = None
+    drop: Drop | None = None
+    balance_loss: float | None = None
+    balance_over: BalanceOver | None = None
+    z_loss: float | None = None
+    bias_rate: float | None = None
+
+
 class ModelSection(Section):
     """A preset and changes to it. Fields as in `LlamaConfig`.
 
@@ -81,6 +103,7 @@ class ModelSection(Section):
     initial_std: float | None = Field(default=None, ge=0)
     dropout: float | None = Field(default=None, ge=0, lt=1)
     qk_norm: QueryKeyNorm | None = None
+    experts: ExpertsSection = ExpertsSection()
     seed: int = 0
 
 
@@ -216,12 +239,16 @@ class MeshSection(Section):
     dp   data: ranks that see different sequences
     cp   context: ranks that share each sequence
     tp   tensor: ranks that share each layer
+    ep   expert: ranks that divide the experts, folded out of dp × cp × tp / etp
+    etp  ranks that each expert is split over: 1, or as tp
     """
 
     pp: int = 1
     dp: int = -1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
 
 class PipelineSection(Section):
@@ -292,6 +319,19 @@ class ContextParallelSection(Section):
     narrow: bool = False
 
 
+class ExpertParallelSection(Section):
+    """Exchange of tokens between ranks that divide the experts. Fields as in `ExpertParallel`.
+
+    stages        1: straight to the expert; 2: to each node once; "auto"
+    halves        the second half of the tokens travels while experts compute the first
+    sum_on_node   in two stages, sum outputs of a node's experts there
+    """
+
+    stages: Literal["auto", 1, 2] = "auto"
+    halves: bool = False
+    sum_on_node: bool = False
+
+
 class OutputSection(Section):
     """Files of a run, and when they are written.
 
@@ -324,12 +364,15 @@ class Config(Section):
     mesh: MeshSection = MeshSection()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     context_parallel: ContextParallelSection = ContextParallelSection()
+    expert_parallel: ExpertParallelSection = ExpertParallelSection()
     pipeline: PipelineSection = PipelineSection()
     output: OutputSection = OutputSection()
 
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
         """Return the model's sizes for tokens 0 … vocabulary - 1."""
         named = self.model.model_dump(exclude={"preset", "seed"}, exclude_none=True)
+        if not named["experts"]:
+            del named["experts"]
         config = LlamaConfig.preset(
             self.model.preset, **({"vocab_size": vocabulary, "max_sequence": self.train.sequence} | named)
         )
@@ -349,6 +392,21 @@ class Config(Section):
                 f"layers; leave it out for all of them, or lower it"
             )
         return config
+
+    def require_experts_for(self, ep: int) -> None:
+        """Raise ConfigError unless the model has an expert for each of `ep` ranks."""
+        experts = self.model_config_for(1).experts
+        if ep == 1 or (experts is not None and ep <= experts.count):
+            return
+        if experts is None:
+            raise ConfigError(
+                f"mesh.ep = {ep}, but model.preset = {self.model.preset!r} has no experts to divide; take a "
+                "preset with experts, set model.experts.count, per_token and ffn_size, or leave mesh.ep out"
+            )
+        raise ConfigError(
+            f"mesh.ep = {ep} ranks are to divide model.experts.count = {experts.count} experts, and each is "
+            f"to have one; take at most mesh.ep = {experts.count}, or more experts"
+        )
 
     def require_recompute(self) -> None:
         """Raise ConfigError for recompute_layers without recompute."""

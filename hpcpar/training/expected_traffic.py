@@ -13,6 +13,7 @@ from hpcpar.autograd import Recompute
 from hpcpar.comm.preemption import QUESTION_NBYTES
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama, LlamaStages
+from hpcpar.parameter_info import info_of
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES
 from hpcpar.planner.shapes import dtype_name
 from hpcpar.planner.traffic import (
@@ -70,7 +71,7 @@ def expected_traffic(
     passes: Passes,
     *,
     recompute: Recompute,
-    start_nbytes: int,
+    start_nbytes: Mapping[Communicator, int],
     worker: PipelinedModel | None = None,
     preemption: Communicator | None = None,
 ) -> ExpectedTraffic:
@@ -78,23 +79,23 @@ def expected_traffic(
 
     losses         where losses are summed
     recompute      as the model was built with
-    start_nbytes   of the parameters' broadcast; 0: there was none
+    start_nbytes   of the parameters' broadcast, by communicator
     worker         where layers are divided over a pipeline
     preemption     where ranks ask each other between steps whether to stop
     """
     dp = optimizer.dp_comm
     total: Counter[tuple[Communicator, str]] = Counter()
-    total[dp, "broadcast"] += start_nbytes
+    total.update({(comm, "broadcast"): nbytes for comm, nbytes in start_nbytes.items()})
     looks = 1 if optimizer.scaler.dynamic else 0
     stages = 1 if worker is None else len(worker.model.stages)
-    gradients = optimizer.expected_traffic(
+    gradients = optimizer.traffic_by_comm(
         passes.steps,
         backwards=len(passes.trained) * stages,
         forwards=passes.evaluations * len(passes.held_out),
         norms=looks,
         loads=passes.loads,
     )
-    total.update({(dp, collective): nbytes for collective, nbytes in gradients.items()})
+    total.update(gradients)
     pp = None if worker is None else worker.pipeline.comm
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
     if passes.sequence is not None:
@@ -111,7 +112,7 @@ def expected_traffic(
         total[preemption, "allreduce"] += questions * allreduce_nbytes(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
-    if passes.sequence is None:  # a part of what tp sends would be compared with all of it
+    if passes.sequence is None or model.config.experts:  # a part would be compared with all that tp sends
         return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
     return total
 
@@ -177,18 +178,22 @@ def _norms(
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes of gradient norms.
 
-    On dp there is a number for each group of parameters that are split over the same communicators, and then
-    one on each of those communicators and on pp.
+    With shards there is, on dp and on the ranks with copies of experts, a number for each group of parameters
+    that are split over the same communicators; and then one on each of those communicators and on pp.
 
     looks   checks in each step for non-finite gradients, of a number each; those on dp are counted elsewhere
     """
-    over = split_over(model)
-    kinds = {over.get(name, ()) for name in optimizer.reducer.names}
+    over, reducer = split_over(model), optimizer.reducer
+    kinds = {
+        (over.get(name, ()), optimizer.replica_comms.of(info_of(parameter).replicas))
+        for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
+    }
     total: Counter[tuple[Communicator, str]] = Counter()
-    for comm in dict.fromkeys([*(comm for kind in kinds for comm in kind), *([] if pp is None else [pp])]):
+    for comm in dict.fromkeys([*(comm for kind, _ in kinds for comm in kind), *([] if pp is None else [pp])]):
         once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
         total[comm, "allreduce"] += steps * (1 + looks) * once
     if optimizer.zero_stage:
-        dp = optimizer.dp_comm
-        total[dp, "allreduce"] += steps * allreduce_nbytes(dp, len(kinds) * NORM_NBYTES, dtype="float64")
+        for comm, number in Counter(over_comm for _, over_comm in kinds).items():
+            nbytes = allreduce_nbytes(comm, number * NORM_NBYTES, dtype="float64")
+            total[comm, "allreduce"] += steps * nbytes
     return total

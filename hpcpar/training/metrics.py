@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpcpar.durable import write_whole
+from hpcpar.models.balancing import LayerBalance
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -71,6 +72,30 @@ class Metrics:
             self._file.flush()
         except OSError as error:  # whose message lacks the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def balance_record(of_stages: Iterable[Mapping[int, LayerBalance]]) -> dict[str, Any]:
+    """Return the entry "experts" of a step's line.
+
+    layer           numbers of the layers with experts; what follows has an element for each of them
+    max_over_mean   load of the fullest expert over the mean load, of all of the step's tokens
+    entropy         of the loads, over ln E; 1 is perfect balance
+    idle, dropped   experts without a token, and the share of choices beyond the capacity
+    balance_loss, z_loss   with their coefficients
+    """
+    by_layer = dict(sorted((number, each) for layers in of_stages for number, each in layers.items()))
+    found = by_layer.values()
+    return {
+        "experts": {
+            "layer": list(by_layer),
+            "max_over_mean": [each.loads.max_over_mean for each in found],
+            "entropy": [each.loads.entropy for each in found],
+            "idle": [each.loads.idle for each in found],
+            "dropped": [each.loads.dropped for each in found],
+            "balance_loss": [each.balance_loss for each in found],
+            "z_loss": [each.z_loss for each in found],
+        }
+    }
 
 
 class Display:
@@ -131,11 +156,15 @@ def keep_lines_before(path: Path, first_step: int, *, is_evaluated_again: bool =
 
 def _line(record: Mapping[str, Any]) -> str:
     """Encode a record; NaN and infinity become null, as JSON has neither."""
-    values = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    return json.dumps(values, allow_nan=False) + "\n"
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

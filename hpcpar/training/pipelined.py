@@ -19,6 +19,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import ConfigError, ScheduleError
 from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaConfig, LlamaStages
+from hpcpar.models.balancing import Balancing
 from hpcpar.models.layers import Layers
 from hpcpar.models.stages import measured_costs
 from hpcpar.partition import bounds
@@ -188,6 +189,10 @@ class PipelinedModel:
             loss=self._loss,
             around=lambda microbatch: sequences.with_mask(self._masks[microbatch]),
         )
+
+    @property
+    def balancing(self) -> Balancing | None:
+        return self.model.balancing
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss scaled for backward; in evaluation the sum."""

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MODEL_KEYS = (
     *("hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
     *("rope_theta", "norm_epsilon", "tie_embeddings"),
+    *("experts.count", "experts.per_token", "experts.ffn_size", "experts.shared_ffn_size"),
+    *("experts.first_dense", "experts.score", "experts.renormalise", "experts.scale"),
+    *("experts.groups", "experts.groups_per_token"),
 )
 """Keys that decide a model's parameters, vocabulary aside, and its function of them."""
 
@@ -197,9 +200,9 @@ class RunDirectory:
         before, now = model_config_saved(saved), self._model_config
         if before is None:
             return
-        changed = [key for key in MODEL_KEYS if getattr(before, key) != getattr(now, key)]
+        changed = [key for key in MODEL_KEYS if _value(before, key) != _value(now, key)]
         if changed:
-            there, here = ({key: json.dumps(getattr(of, key)) for key in changed} for of in (before, now))
+            there, here = ({key: json.dumps(_value(of, key)) for key in changed} for of in (before, now))
             differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]
             advice = " ".join(f"model.{key}={value}" for key, value in there.items())
             raise CheckpointError(
@@ -286,3 +289,11 @@ def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
     while (target := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1
     return directory.rename(target)
+
+
+def _value(config: LlamaConfig, key: str) -> Any:
+    """Return the model's value of a key such as "experts.count"; None where it has no experts."""
+    value: Any = config
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +37,7 @@ from hpcpar.training.build import (
     build_model,
     build_optimizer,
     build_stages,
+    expert_ranks_of,
     place_on_hardware,
     prepare_data,
     sequences_of,
@@ -44,7 +47,7 @@ from hpcpar.training.config import Config
 from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
 from hpcpar.training.learning_rate import learning_rate
 from hpcpar.training.memory_check import require_memory
-from hpcpar.training.metrics import Metrics
+from hpcpar.training.metrics import Metrics, balance_record
 from hpcpar.training.milestones import Milestones
 from hpcpar.training.pipelined import PipelinedModel, copies_here, require_known
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
@@ -84,6 +87,7 @@ class Run:
         self.mesh = Mesh(comm, config.mesh.model_dump())
         config.require_recompute()
         config.require_sequence_for(self.mesh.tp.size)
+        config.require_experts_for(self.mesh.ep.size)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
         config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
         self._losses = self._split_for_losses()
@@ -91,6 +95,9 @@ class Run:
         self.data = prepare_data(config, comm, say=self.say)
         self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
         self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, self.sequences)
+        self._experts = expert_ranks_of(
+            config, self.data.shards.vocabulary, self.mesh, self.tp, self.sequences
+        )
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
@@ -120,7 +127,13 @@ class Run:
     def _build_whole(self) -> None:
         config, vocabulary = self.config, self.data.shards.vocabulary
         self.model = model = build_model(
-            config, vocabulary, self.device, self.mesh.replicas, self.tp, self.sequences.context
+            config,
+            vocabulary,
+            self.device,
+            self.mesh.replicas,
+            self.tp,
+            self.sequences.context,
+            self._experts,
         )
         # Counted before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
@@ -139,6 +152,7 @@ class Run:
             self.tp,
             microbatches,
             self.sequences.context,
+            self._experts,
         )
         self.model = model
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
@@ -226,6 +240,7 @@ class Run:
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
         self._require_finite(start, losses, torch.stack([result.gradient_norm for result in results]).cpu())
+        balances = self._balances(results)
         if metrics is not None:
             metrics.steps(
                 [
@@ -237,11 +252,21 @@ class Run:
                         "tokens": self.tokens_after(step + 1),
                         "tokens_per_s": self.tokens_per_step / step_s,
                         "step_s": step_s,
+                        **balance,
                     }
-                    for step, loss, result in zip(range(start, stop), losses.tolist(), results, strict=True)
+                    for step, loss, result, balance in zip(
+                        range(start, stop), losses.tolist(), results, balances, strict=True
+                    )
                 ]
             )
         return stop, float(losses[-1])
+
+    def _balances(self, results: Sequence[StepResult]) -> list[dict[str, Any]]:
+        """Return what the metrics tell of the experts of all layers, for each step. Collective."""
+        if self.worker.balancing is None:
+            return [{} for _ in results]
+        of_ranks = self.mesh.pp.allgather_object([result.balance for result in results])
+        return [balance_record(by_layer) for by_layer in zip(*of_ranks, strict=True)]
 
     def save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
         """Save the checkpoint after so many steps.
@@ -372,5 +397,5 @@ class Run:
             recompute=self.config.recompute,
             worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
             preemption=None if self._preemption is None else self._preemption.comm,
-            start_nbytes=0 if self.optimizer.zero_stage == 3 else self._start_nbytes,
+            start_nbytes={} if self.optimizer.zero_stage == 3 else self._start_nbytes,
         )

@@ -6,7 +6,7 @@ pipeline. The rest of a step is the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama
+from hpcpar.models.balancing import Balancing, LayerBalance
 from hpcpar.partition import bounds
 from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import span
@@ -28,10 +29,12 @@ class StepResult:
 
     loss_share      this rank's share of the mean loss in nats; its sum over dp and pp ranks is the loss
     gradient_norm   of the whole averaged gradient before clipping, the same on every rank
+    balance         of the experts of this rank's layers, by layer; empty without experts
     """
 
     loss_share: Tensor
     gradient_norm: Tensor
+    balance: Mapping[int, LayerBalance]
 
 
 class Worker(Protocol):
@@ -40,6 +43,11 @@ class Worker(Protocol):
     @property
     def optimizer(self) -> DistributedOptimizer:
         """Optimizer of this rank's parameters."""
+        ...
+
+    @property
+    def balancing(self) -> Balancing | None:
+        """Balances the loads of the model's experts; None: it has none."""
         ...
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
@@ -69,6 +77,10 @@ class WholeModel:
     optimizer: DistributedOptimizer
     microbatches: int
     sequences: Sequences
+
+    @property
+    def balancing(self) -> Balancing | None:
+        return self.model.balancing
 
     def accumulate(self, tokens: Tensor, targets: Tensor, trace: Trace | None) -> Tensor:
         """Run one microbatch after another; average gradients during the last one's backward."""
@@ -119,13 +131,16 @@ def train_step(
     """
     optimizer = worker.optimizer
     optimizer.zero_grad(set_to_none=False)
+    if worker.balancing is not None:
+        worker.balancing.gradient_scale = optimizer.dp_comm.size * optimizer.scaler.scale
     loss_share = worker.accumulate(tokens, targets, trace)
     with span(trace, "wait for gradients"):
         optimizer.synchronize()
     with span(trace, "optimizer"):
         norm = optimizer.clip_grad_norm_(clip_norm)
         optimizer.step()
-    return StepResult(loss_share, norm)
+    balance = {} if worker.balancing is None else worker.balancing.finish_step()
+    return StepResult(loss_share, norm, balance)
 
 
 def held_out_loss(

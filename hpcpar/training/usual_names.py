@@ -79,6 +79,22 @@ ELSEWHERE = {
     "model.tie_embeddings": "tie_word_embeddings",
     "model.initial_std": "initializer_range init_method_std init_std",
     "model.dropout": "hidden_dropout attention_dropout",
+    "model.experts.count": "num_experts num_local_experts n_routed_experts num_moe_experts moe_num_experts",
+    "model.experts.per_token": "num_experts_per_tok moe_router_topk moe_top_k experts_per_token",
+    "model.experts.ffn_size": "moe_intermediate_size moe_ffn_hidden_size expert_ffn_size",
+    "model.experts.shared_ffn_size": "n_shared_experts moe_shared_expert_intermediate_size "
+    "shared_expert_intermediate_size",
+    "model.experts.first_dense": "first_k_dense_replace moe_layer_freq",
+    "model.experts.score": "scoring_func moe_router_score_function",
+    "model.experts.renormalise": "norm_topk_prob",
+    "model.experts.scale": "routed_scaling_factor moe_router_topk_scaling_factor",
+    "model.experts.groups": "n_group moe_router_num_groups",
+    "model.experts.groups_per_token": "topk_group moe_router_group_topk",
+    "model.experts.capacity_factor": "moe_expert_capacity_factor",
+    "model.experts.drop": "moe_token_drop_policy",
+    "model.experts.balance_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha",
+    "model.experts.z_loss": "router_z_loss_coef moe_z_loss_coeff",
+    "model.experts.bias_rate": "moe_router_bias_update_rate bias_update_speed",
 }
 """key, as suggested to the user -> its names elsewhere; those with a dot only in that table."""
 

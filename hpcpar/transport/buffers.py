@@ -68,8 +68,7 @@ class HostBuffer:
         """A borrowed view: the caller must keep the array alive."""
         if not self.octets.size:
             return self
-        memory: Any = (ctypes.c_uint8 * self.octets.size).from_address(self.address)
-        return self.like(np.frombuffer(memory, dtype=np.uint8))
+        return self.like(octets_at(self.address, self.octets.size))
 
     def scratch(self, count: int) -> HostBuffer:
         """Fresh memory for `count` elements of the same type, of any content."""
@@ -150,6 +149,12 @@ def from_octets(octets: Octets | None, shape: Sequence[int], dtype: Any) -> Any:
     if not is_torch_dtype(dtype):
         return octets.view(dtype).reshape(shape)
     return tensor_on(octets, dtype).view(tuple(shape))
+
+
+def octets_at(address: int, nbytes: int) -> Octets:
+    """Memory as bytes: a borrowed view, whose owner the caller must keep alive."""
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def tensor_on(memory: NDArray[Any], dtype: Any = None) -> Any:

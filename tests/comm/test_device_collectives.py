@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import subprocess
 import threading
@@ -21,6 +20,7 @@ from hpcpar.comm.devices import QUEUES, TRIAL_NBYTES
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
+from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu import kernels as gpu_kernels
 from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.loopback import LoopbackTransport
@@ -61,10 +61,7 @@ def takes_pointers(stand_in, monkeypatch) -> None:
 
     def at_hand(octets: np.ndarray) -> np.ndarray:
         address = stand_in.load().stand_in_reach(octets.ctypes.data, octets.size) if octets.size else None
-        if address is None:
-            return octets
-        memory = (ctypes.c_uint8 * octets.size).from_address(address)
-        return np.frombuffer(memory, dtype=np.uint8)
+        return octets if address is None else octets_at(address, octets.size)
 
     post = LoopbackTransport.post
     monkeypatch.setattr(

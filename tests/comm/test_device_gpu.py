@@ -15,7 +15,7 @@ import torch
 from hpcpar.comm import Communicator
 from hpcpar.comm.devices import QUEUES
 from hpcpar.launch.binding import gpu_for
-from hpcpar.transport.gpu.device_buffer import INTERPROCESS_EVENTS
+from hpcpar.transport.gpu.queue import INTERPROCESS_EVENTS
 from tests.comm.device_cases import CASES, Make, to_host, values
 
 # The first test that asks what MPI can do waits for a probe of two ranks.

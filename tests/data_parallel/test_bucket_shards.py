@@ -48,7 +48,7 @@ def test_a_parameter_without_elements_is_in_no_piece() -> None:
     ("numel", "size", "padding"), [(8, 4, 0), (9, 4, 3), (11, 4, 1), (1, 4, 3), (0, 4, 0)]
 )
 def test_a_bucket_is_padded_to_the_next_multiple(numel: int, size: int, padding: int) -> None:
-    (bucket,) = assign([Extent(numel, 4, "float32")], shards=size)
+    (bucket,) = assign([Extent(numel, 4, "float32")], shards=lambda _: size)
     assert (bucket.padding, bucket.numel, bucket.edges) == (padding, numel + padding, (0, numel))
 
 
@@ -63,7 +63,9 @@ def test_the_ranks_pieces_are_every_element_of_every_parameter_once(
     numels: list[int], size: int, bucket_bytes: int, kinds: list[str]
 ) -> None:
     extents = [Extent(numel, 4, kind) for numel, kind in zip(numels, kinds, strict=False)]
-    buckets = assign(extents, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, shards=size)
+    buckets = assign(
+        extents, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, shards=lambda _: size
+    )
     owned: list[tuple[int, int]] = []
     for bucket in buckets:
         assert bucket.numel % size == 0

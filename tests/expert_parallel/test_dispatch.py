@@ -12,8 +12,8 @@ from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel.dispatch import (
     DROPPED,
     Dispatch,
-    Message,
-    Row,
+    RowMessage,
+    TokenRow,
     between_nodes,
     owners,
     prove,
@@ -43,16 +43,16 @@ def one_token(stages: int) -> Dispatch:
 
 
 def test_a_token_drawn_by_hand() -> None:
-    row = Row(0, 0, (0,))
+    row = TokenRow(0, 0, (0,))
     apart = [row._replace(slots=(slot,)) for slot in range(3)]
-    assert one_token(1).messages == tuple(Message(0, 0, slot + 1, (apart[slot],)) for slot in range(3))
+    assert one_token(1).messages == tuple(RowMessage(0, 0, slot + 1, (apart[slot],)) for slot in range(3))
     two = one_token(2)
     assert two.messages == (
-        Message(0, 0, 0, (apart[0],)),
-        Message(0, 0, 2, (Row(0, 0, (1, 2)),)),
-        Message(1, 0, 1, (apart[0],)),
-        Message(1, 2, 2, (apart[1],)),
-        Message(1, 2, 3, (apart[2],)),
+        RowMessage(0, 0, 0, (apart[0],)),
+        RowMessage(0, 0, 2, (TokenRow(0, 0, (1, 2)),)),
+        RowMessage(1, 0, 1, (apart[0],)),
+        RowMessage(1, 2, 2, (apart[1],)),
+        RowMessage(1, 2, 3, (apart[2],)),
     )
     assert [(m.step, m.sender, m.receiver, len(m.rows)) for m in two.returns()] == [
         (0, 1, 0, 1),
@@ -61,7 +61,7 @@ def test_a_token_drawn_by_hand() -> None:
         (1, 0, 0, 1),
         (1, 2, 0, 2),
     ]
-    assert two.returns(sum_on_node=True)[-1] == Message(1, 2, 0, (Row(0, 0, (1, 2)),))
+    assert two.returns(sum_on_node=True)[-1] == RowMessage(1, 2, 0, (TokenRow(0, 0, (1, 2)),))
     assert between_nodes(one_token(1).messages, TWO_NODES) == 2
     assert between_nodes(two.messages, TWO_NODES) == 1
     assert rows_sent(two.messages, 4) == ((0, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0))
@@ -109,7 +109,7 @@ def test_messages_are_priced_by_the_busiest_rank_of_each_step() -> None:
     assert seconds(one_token(2).messages, TWO_NODES, 4, within, between) == (10 + 8) + (1 + 2)
 
 
-FAULTS: list[tuple[Callable[[list[Message]], object], str]] = [
+FAULTS: list[tuple[Callable[[list[RowMessage]], object], str]] = [
     (lambda there: there.pop(2), "comes to its expert on rank 1 0 times"),
     (lambda there: there.append(there[2]), "comes to its expert on rank 1 2 times"),
     (lambda there: there.pop(1), "rank 2 sends .* without it"),
@@ -119,7 +119,7 @@ FAULTS: list[tuple[Callable[[list[Message]], object], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "words"), FAULTS)
-def test_a_wrong_way_there_is_found(fault: Callable[[list[Message]], object], words: str) -> None:
+def test_a_wrong_way_there_is_found(fault: Callable[[list[RowMessage]], object], words: str) -> None:
     dispatch = one_token(2)
     there = list(dispatch.messages)
     fault(there)

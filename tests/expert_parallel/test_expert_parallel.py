@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from hpcpar.errors import LayoutError, MismatchError, OperationError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.expert_parallel.dispatch import Dispatch, between_nodes, rows_sent
 from hpcpar.partition import bounds
+from tests.command import until
 
 HIDDEN, WIDTH = 32, 48
 NODES = {2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 1, 0, 1, 1]}
@@ -175,6 +177,26 @@ def test_output_and_gradients_are_those_of_one_process_to_the_bit(
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+def test_many_ranks_on_nodes_of_several_sizes(stages: int) -> None:
+    problem = Problem.random(tokens=120, count=32, slots=4)
+    nodes = [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert_equal(parallel(12, problem, nodes=nodes, stages=stages), parallel(1, problem))
+
+
+def test_in_checked_mode_the_same_runs() -> None:
+    problem = Problem.random()
+
+    def mixed(comm: Communicator) -> Tensor:
+        ep = ExpertParallel(comm, problem.count)
+        mine = slice(*bounds(len(problem.hidden), comm.size)[comm.rank])
+        arguments = problem.hidden[mine], problem.experts[mine], problem.weights[mine]
+        return ep.mix(*arguments, compute_by(*experts_of(problem, ep))).detach()
+
+    found = run_loopback(4, mixed, nodes=NODES[4], check=True)
+    assert torch.equal(torch.cat(found), serial(problem)[0])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("tokens", [[61, 0, 0], [0, 60, 1], [1, 0, 60]])
 def test_ranks_without_tokens_take_part(tokens: list[int], stages: int) -> None:
     problem = Problem.random()
@@ -219,6 +241,40 @@ def test_many_experts_of_a_token_are_added_in_the_same_order_by_any_number_of_ra
     assert_equal(parallel(3, problem, nodes=NODES[3], stages=stages), alone)
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"halves": True}])
+@pytest.mark.parametrize("seed", range(8))
+def test_each_expert_gets_exactly_its_rows_in_the_order_of_positions(
+    seed: int, options: dict[str, object]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count, slots, total = (int(torch.randint(1, most, (), generator=generator)) for most in (12, 4, 60))
+    experts = torch.randint(count, (total, slots), generator=generator)
+    kept = torch.rand(total, slots, generator=generator) < 0.8
+    places = torch.randperm(total, generator=generator).tensor_split(7)
+
+    def own(comm: Communicator) -> list[tuple[int, list[int]]]:
+        ep = ExpertParallel(comm, count, **options)  # type: ignore[arg-type]
+        mine, found = places[comm.rank], []
+
+        def compute(rows: Tensor, counts: list[int]) -> Tensor:
+            parts = zip(ep.own, rows.split(counts), strict=True)
+            found.extend((expert, part[:, 0].int().tolist()) for expert, part in parts)
+            return rows
+
+        hidden, weights = mine.float().unsqueeze(1), torch.ones(len(mine), slots)
+        out = ep.mix(hidden, experts[mine], weights, compute, kept=kept[mine], positions=mine)
+        assert torch.equal(out, hidden * kept[mine].sum(1, keepdim=True))
+        return found
+
+    calls = [call for of_rank in run_loopback(7, own, nodes=[0, 1, 0, 1, 1, 2, 0]) for call in of_rank]
+    for expert in range(count):
+        came = [tokens for number, tokens in calls if number == expert]
+        assert len(came) == (2 if "halves" in options else 1)
+        assert all(tokens == sorted(tokens) for tokens in came)
+        wanted = ((experts == expert) & kept).nonzero()[:, 0].tolist()
+        assert sorted(token for tokens in came for token in tokens) == wanted
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_tokens_anywhere_in_the_sequence_go_by_their_positions(stages: int) -> None:
     problem = Problem.random(tokens=60)
@@ -243,16 +299,18 @@ def test_rows_that_are_not_kept_do_not_travel_and_count_as_zero(
     assert not found[0][5:9].any()
 
 
-def counted(comm: Communicator, of: Problem, dispatch: Dispatch, **options: object) -> tuple[int, int]:
-    """Values sent for a forward and backward: on the communicator itself, and within the node."""
+def counted(comm: Communicator, of: Problem, dispatch: Dispatch, **options: object) -> tuple[int, int, int]:
+    """Rows sent for a forward and backward: on the communicator itself, within the node; and all bytes."""
     ep = ExpertParallel(comm, of.count, **options)  # type: ignore[arg-type]
+    before = comm.traffic.nbytes_sent()
     start = sum(len(tokens) for tokens in dispatch.routing[: comm.rank])
     mine = slice(start, start + len(dispatch.routing[comm.rank]))
     hidden, weights = (t[mine].clone().requires_grad_() for t in (of.hidden, of.weights))
     ep.mix(hidden, of.experts[mine], weights, compute_by(*experts_of(of, ep))).sum().backward()
     within = 0 if ep.node is None else ep.node.traffic.nbytes_sent("alltoall")
     itemsize = HIDDEN * of.hidden.element_size()
-    return comm.traffic.nbytes_sent("alltoall") // itemsize, within // itemsize
+    nbytes = comm.traffic.nbytes_sent() - before
+    return comm.traffic.nbytes_sent("alltoall") // itemsize, within // itemsize, nbytes
 
 
 def dispatch_of(of: Problem, nodes: list[int], stages: int) -> Dispatch:
@@ -296,11 +354,13 @@ def test_in_two_stages_no_more_rows_go_between_nodes_than_in_one(size: int, sums
     )
     messages, returns = two.messages, two.returns(sum_on_node=sums)
     between = between_nodes(messages, nodes) + between_nodes(returns, nodes)
-    assert sum(rows for rows, _ in found) == 2 * between
-    assert sum(map(sum, found)) == 2 * sum(
+    assert sum(rows for rows, _, _ in found) == 2 * between
+    assert sum(rows + within for rows, within, _ in found) == 2 * sum(
         sum(map(sum, rows_sent(each, size))) for each in (messages, returns)
     )
-    assert between < 2 * between_nodes(one.messages, nodes)
+    # With the notes on which token and expert a row is for, too, though rows are as short as these.
+    nbytes = sum(of_rank for _, _, of_rank in found)
+    assert nbytes < 4 * between_nodes(one.messages, nodes) * HIDDEN * 4
     if not sums:  # there a token goes once; outputs come home each by itself
         assert between_nodes(returns, nodes) == between_nodes(one.messages, nodes)
 
@@ -339,6 +399,62 @@ def test_what_is_computed_meanwhile_is_added() -> None:
     for with_shared, apart, one, other in run_loopback(2, mixed):
         assert torch.equal(with_shared, apart)
         torch.testing.assert_close(one, other)
+
+
+class Meeting:
+    """Let rank 0 stay in the middle of its work until rank 1 has come to a point that needs rank 0's rows."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def come(self, comm: Communicator) -> None:
+        if comm.rank == 1:
+            self.reached.set()
+        else:
+            until(lambda: comm.progress() or self.reached.is_set(), "rows come while rank 0 computes", 20)
+
+
+def test_rows_travel_meanwhile() -> None:
+    problem, meeting = Problem.random(), Meeting()
+
+    def mixed(comm: Communicator) -> None:
+        ep = ExpertParallel(comm, problem.count)
+
+        def compute(rows: Tensor, counts: list[int]) -> Tensor:
+            if comm.rank == 1:
+                meeting.come(comm)
+            return rows
+
+        def meanwhile() -> None:
+            if comm.rank == 0:
+                meeting.come(comm)
+
+        ep.mix(problem.hidden, problem.experts, problem.weights, compute, meanwhile=meanwhile)
+
+    run_loopback(2, mixed)
+
+
+def test_rows_of_one_half_travel_while_the_experts_of_the_other_compute_there_and_back() -> None:
+    """Rank 0 is in its first half while rank 1 comes to the second, and in backward the other way round."""
+    problem, forward, backward = Problem.random(), Meeting(), Meeting()
+
+    def mixed(comm: Communicator) -> None:
+        ep = ExpertParallel(comm, problem.count, halves=True)
+        calls: list[int] = []
+
+        def compute(rows: Tensor, counts: list[int]) -> Tensor:
+            calls.append(1)
+            outputs = rows * 2
+            if len(calls) == 1 + comm.rank:
+                forward.come(comm)
+            if len(calls) == 2 - comm.rank:
+                outputs.register_hook(lambda gradient: backward.come(comm))
+            return outputs
+
+        hidden = problem.hidden.clone().requires_grad_()
+        ep.mix(hidden, problem.experts, problem.weights, compute).sum().backward()
+
+    run_loopback(2, mixed)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -551,7 +667,7 @@ def test_ranks_that_differ_are_named_on_every_rank(change: Callable, words: str)
 def test_layouts_that_differ_or_cannot_be_are_refused() -> None:
     with pytest.raises(MismatchError, match=r"count=8.*count=9"):
         run_loopback(2, lambda comm: ExpertParallel(comm, 8 + comm.rank))
-    with pytest.raises(LayoutError, match="there is at least one expert"):
+    with pytest.raises(LayoutError, match="count is from 1 to 32767"):
         run_loopback(2, lambda comm: ExpertParallel(comm, 0))
     with pytest.raises(LayoutError, match='stages are 1, 2 or "auto"'):
         run_loopback(2, lambda comm: ExpertParallel(comm, 8, stages=3))  # type: ignore[arg-type]

@@ -115,7 +115,7 @@ class OwnExperts:
     """The experts of one rank, as ExpertParallel says them; nothing is computed."""
 
     def __init__(self, own: range) -> None:
-        self.own = own
+        self.own, self.comm = own, Communicator.alone()
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

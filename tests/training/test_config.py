@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import ConfigError
-from hpcpar.models import LlamaConfig
+from hpcpar.models import Experts, LlamaConfig
 from hpcpar.tensor_parallel import TensorParallel
 from hpcpar.training.config import (
     Config,
+    ExpertsSection,
     ModelSection,
     TensorParallelSection,
     known_keys,
@@ -221,6 +222,30 @@ def test_every_field_of_a_model_can_be_set() -> None:
         "preset",
         "seed",
     }
+
+
+def test_every_field_of_experts_can_be_set() -> None:
+    assert [field.name for field in dataclasses.fields(Experts)] == list(ExpertsSection.model_fields)
+
+
+def test_experts_change_those_of_the_preset_or_come_to_a_dense_one() -> None:
+    config = parse("[model]\npreset = 'tiny-moe'\n[model.experts]\ncount = 4\n", source="run.toml")
+    experts = config.model_config_for(256).experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.balance_loss) == (4, 2, 0.01)
+    assert parse("", source="run.toml").model_config_for(256).experts is None
+    sizes = ["model.experts.count=4", "model.experts.per_token=2", "model.experts.ffn_size=64"]
+    added = parse("", source="run.toml", overrides=sizes).model_config_for(256).experts
+    assert added == Experts(4, 2, 64)
+    with pytest.raises(ConfigError, match="experts need per_token, ffn_size, too"):
+        parse("", source="run.toml", overrides=sizes[:1]).model_config_for(256)
+
+
+def test_a_key_of_experts_that_there_is_not_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no key model\.experts\.num_experts; did you mean model\.experts\.count"
+    ):
+        parse("", source="run.toml", overrides=["model.experts.num_experts=4"])
 
 
 def test_the_model_takes_its_vocabulary_and_length_from_the_data() -> None:

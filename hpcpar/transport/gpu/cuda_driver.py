@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: memory, streams, events, and both of another process.
+"""The CUDA driver by cuda-bindings: memory, streams, events, and both of another process.
 
 PyTorch and CuPy keep these calls to themselves, or lack the ones that peers on a node need: the range of an
 allocation, its identity, whether it can be exported. Every context here is the device's primary one, which
@@ -11,82 +11,16 @@ before anything else.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from hpcpar.errors import CudaError
 
-PLACES = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
-"""Names of the library: for the loader, and in Windows' subsystem for Linux."""
-
 HANDLE_NBYTES = 64
 """Bytes of an IPC handle of memory or of an event."""
 
-_SUCCESS = 0
 _INVALID_VALUE = 1
 _NOT_READY = 600
-
-_STREAM_NON_BLOCKING = 1
-_EVENT_DISABLE_TIMING = 2
-_EVENT_INTERPROCESS = 4
-_WAIT_DEFAULT = 0
-_MEMORY_HOST_PORTABLE = 1
-_IPC_LAZY_ENABLE_PEER_ACCESS = 1
-
-_BUFFER_ID = 7
-_DEVICE_ORDINAL = 9
-_IS_LEGACY_IPC_CAPABLE = 10
-
-
-class _Handle(ctypes.Structure):
-    """`CUipcMemHandle` and `CUipcEventHandle`, which pass by value."""
-
-    _fields_ = (("octets", ctypes.c_ubyte * HANDLE_NBYTES),)
-
-
-_address = ctypes.c_uint64
-_opaque = ctypes.c_void_p
-"""A context, a stream, an event; also where a result is to be put."""
-
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "cuInit": (ctypes.c_uint,),
-    "cuDriverGetVersion": (_opaque,),
-    "cuGetErrorName": (ctypes.c_int, _opaque),
-    "cuDeviceGetCount": (_opaque,),
-    "cuDeviceGet": (_opaque, ctypes.c_int),
-    "cuDeviceGetUuid_v2": (_opaque, ctypes.c_int),
-    "cuDevicePrimaryCtxRetain": (_opaque, ctypes.c_int),
-    "cuCtxGetCurrent": (_opaque,),
-    "cuCtxSetCurrent": (_opaque,),
-    "cuMemAlloc_v2": (_opaque, ctypes.c_size_t),
-    "cuMemFree_v2": (_address,),
-    "cuMemHostAlloc": (_opaque, ctypes.c_size_t, ctypes.c_uint),
-    "cuMemFreeHost": (_opaque,),
-    "cuMemGetAddressRange_v2": (_opaque, _opaque, _address),
-    "cuPointerGetAttribute": (_opaque, ctypes.c_int, _address),
-    "cuMemcpyAsync": (_address, _address, ctypes.c_size_t, _opaque),
-    "cuIpcGetMemHandle": (_opaque, _address),
-    "cuIpcOpenMemHandle_v2": (_opaque, _Handle, ctypes.c_uint),
-    "cuIpcCloseMemHandle": (_address,),
-    "cuStreamCreate": (_opaque, ctypes.c_uint),
-    "cuStreamDestroy_v2": (_opaque,),
-    "cuStreamSynchronize": (_opaque,),
-    "cuStreamWaitEvent": (_opaque, _opaque, ctypes.c_uint),
-    "cuEventCreate": (_opaque, ctypes.c_uint),
-    "cuEventDestroy_v2": (_opaque,),
-    "cuEventRecord": (_opaque, _opaque),
-    "cuEventQuery": (_opaque,),
-    "cuIpcGetEventHandle": (_opaque, _opaque),
-    "cuIpcOpenEventHandle": (_opaque, _Handle),
-}
-
-_NO_ERROR_OF: dict[str, tuple[int, ...]] = {
-    "cuEventQuery": (_NOT_READY,),
-    "cuPointerGetAttribute": (_INVALID_VALUE,),
-}
-"""Results of a call that answer a question."""
 
 _MEANINGS = {
     2: "the device's memory, or that of the host which it can lock, is full",
@@ -116,75 +50,55 @@ _NOT_EXPORTABLE = (
 )
 
 _MEANINGS_OF = {
-    ("cuMemAlloc_v2", _INVALID_VALUE): "an allocation has at least one byte",
+    ("cuMemAlloc", _INVALID_VALUE): "an allocation has at least one byte",
     ("cuMemHostAlloc", _INVALID_VALUE): "an allocation has at least one byte",
-    ("cuMemFree_v2", _INVALID_VALUE): "no allocation begins at this address",
+    ("cuMemFree", _INVALID_VALUE): "no allocation begins at this address",
     ("cuMemcpyAsync", _INVALID_VALUE): "not all of these bytes are there",
     ("cuIpcGetMemHandle", _INVALID_VALUE): _NOT_EXPORTABLE,
     ("cuIpcGetMemHandle", 801): _NOT_EXPORTABLE,
     ("cuIpcGetEventHandle", _INVALID_VALUE): "the event was not made with interprocess=True",
-    ("cuIpcOpenMemHandle_v2", 201): "a process cannot open memory that it has exported itself, nor open "
+    ("cuIpcOpenMemHandle", 201): "a process cannot open memory that it has exported itself, nor open "
     "any before use(ordinal)",
     ("cuIpcOpenEventHandle", 201): "a process cannot open an event that it has exported itself, nor open "
     "any before use(ordinal)",
-    ("cuIpcOpenMemHandle_v2", 208): "memory that was there before is still open and must be closed first",
+    ("cuIpcOpenMemHandle", 208): "memory that was there before is still open and must be closed first",
 }
 """Explanations that hold for one call only."""
 
 
 class CudaDriver:
-    """The calls of one library.
+    """The driver's calls.
 
-    path      the file it was loaded from
     version   of CUDA that the driver serves at most: 13000 is 13.0
 
-    errors   CudaError if there is no library or it cannot start
+    errors   CudaError if there is no driver, it cannot start, or cuda-bindings is not installed
     """
 
     def __init__(self) -> None:
-        library, name = _load()
         try:
-            functions = {call: getattr(library, call) for call in _ARGUMENTS}
-        except AttributeError as error:
-            raise CudaError(f"{name} is too old or no CUDA driver: {error}") from None
-        self._cuda: Any = library
-        for call, function in functions.items():
-            function.argtypes, function.restype = _ARGUMENTS[call], ctypes.c_int
-            if call != "cuGetErrorName":
-                function.errcheck = self._checked(call)
-        self.path = _file_of(functions["cuInit"]) or name
-        library.cuInit(0)
-        self.version = self._int("cuDriverGetVersion")
+            from cuda.bindings import driver as cuda
+        except ImportError as error:
+            raise CudaError(
+                f"memory of a GPU needs cuda-bindings, which calls the CUDA driver: pip install "
+                f"'hpcpar[cuda13]', or hpcpar[cuda12] with a driver for CUDA 12 ({error})"
+            ) from error
+        self._cuda: Any = cuda
+        try:
+            code = cuda.cuInit(0)[0]
+        except RuntimeError as error:
+            raise CudaError(
+                f"no CUDA driver (libcuda.so.1) for CUDA 12 or newer could be loaded; it comes with NVIDIA's "
+                f"driver on nodes that have a GPU, and into a container by --nv or --gpus ({error})"
+            ) from error
+        _require_success(code, cuda.cuInit, 0)
+        self.version: int = _result(cuda.cuDriverGetVersion)
         self._contexts: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    def _checked(self, call: str) -> Callable[[int, Any, tuple[Any, ...]], int]:
-        allowed = (_SUCCESS, *_NO_ERROR_OF.get(call, ()))
-
-        def check(result: int, _: Any, arguments: tuple[Any, ...]) -> int:
-            if result in allowed:
-                return result
-            raise CudaError(self._message(call, arguments, result))
-
-        return check
-
-    def _message(self, call: str, arguments: tuple[Any, ...], result: int) -> str:
-        name = ctypes.c_char_p()
-        self._cuda.cuGetErrorName(result, ctypes.byref(name))
-        meaning = _MEANINGS_OF.get((call, result)) or _MEANINGS.get(result)
-        text = f"{call}({_shown(arguments)}): {(name.value or b'error').decode()} ({result})"
-        return f"{text}: {meaning}" if meaning else text
-
-    def _int(self, call: str, *arguments: Any, of: Any = ctypes.c_int) -> int:
-        """Call a function whose first argument points to its result, and return the result."""
-        found = of()
-        getattr(self._cuda, call)(ctypes.byref(found), *arguments)
-        return found.value or 0
 
     # Devices
 
     def device_count(self) -> int:
-        return self._int("cuDeviceGetCount")
+        return int(_result(self._cuda.cuDeviceGetCount))
 
     def use(self, ordinal: int) -> None:
         """Make the device's primary context this thread's, if it is not."""
@@ -193,60 +107,63 @@ class CudaDriver:
             with self._lock:
                 context = self._contexts.get(ordinal) or self._retained(ordinal)
                 self._contexts[ordinal] = context
-        if self._int("cuCtxGetCurrent", of=_opaque) != context:
-            self._cuda.cuCtxSetCurrent(context)
+        if int(_result(self._cuda.cuCtxGetCurrent)) != context:
+            _result(self._cuda.cuCtxSetCurrent, context)
 
     def _retained(self, ordinal: int) -> int:
-        device = self._int("cuDeviceGet", ordinal)
-        return self._int("cuDevicePrimaryCtxRetain", device, of=_opaque)
+        device = _result(self._cuda.cuDeviceGet, ordinal)
+        return int(_result(self._cuda.cuDevicePrimaryCtxRetain, device))
 
     def identity(self, ordinal: int) -> str:
         """The UUID of a device, or of a part of one (MIG), whatever its ordinal here."""
-        octets = (ctypes.c_ubyte * 16)()
-        self._cuda.cuDeviceGetUuid_v2(ctypes.byref(octets), self._int("cuDeviceGet", ordinal))
-        return bytes(octets).hex()
+        # Of CUDA 12, the call without _v2 does not tell the parts of a device apart; CUDA 13 has only one.
+        uuid = getattr(self._cuda, "cuDeviceGetUuid_v2", self._cuda.cuDeviceGetUuid)
+        octets: bytes = _result(uuid, _result(self._cuda.cuDeviceGet, ordinal)).bytes
+        return octets.hex()
 
     # Memory
 
     def alloc(self, nbytes: int) -> int:
         """Device memory of any content, of the kind that other processes can open."""
-        return self._int("cuMemAlloc_v2", nbytes, of=_address)
+        return int(_result(self._cuda.cuMemAlloc, nbytes))
 
     def free(self, address: int) -> None:
         """Waits for what the device has under way."""
-        self._cuda.cuMemFree_v2(address)
+        _result(self._cuda.cuMemFree, address)
 
     def alloc_pinned(self, nbytes: int) -> int:
         """Host memory that a copy reads or writes by itself, for every device."""
-        return self._int("cuMemHostAlloc", nbytes, _MEMORY_HOST_PORTABLE, of=_opaque)
+        return int(_result(self._cuda.cuMemHostAlloc, nbytes, self._cuda.CU_MEMHOSTALLOC_PORTABLE))
 
     def free_pinned(self, address: int) -> None:
-        self._cuda.cuMemFreeHost(address)
+        _result(self._cuda.cuMemFreeHost, address)
 
     def ordinal_of(self, address: int) -> int:
         """The ordinal of the device that holds the memory."""
-        return self._known(_DEVICE_ORDINAL, address)
+        return self._known("DEVICE_ORDINAL", address)
 
     def range_of(self, address: int) -> tuple[int, int]:
         """Base address and bytes of the allocation around the address."""
-        base, nbytes = _address(), ctypes.c_size_t()
-        self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
-        return base.value, nbytes.value
+        base, nbytes = _result(self._cuda.cuMemGetAddressRange, address)
+        return int(base), nbytes
 
     def buffer_id(self, address: int) -> int:
         """Tells an allocation of this process from a later one in the same place."""
-        return self._known(_BUFFER_ID, address)
+        return self._known("BUFFER_ID", address)
 
     def is_exportable(self, address: int) -> bool:
-        return bool(self._attribute(_IS_LEGACY_IPC_CAPABLE, address))
+        return bool(self._attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address))
 
-    def _attribute(self, attribute: int, address: int) -> int | None:
+    def _attribute(self, name: str, address: int) -> int | None:
         """None of memory that the driver does not know."""
-        value = ctypes.c_uint64()  # the widest of them; the others fill the lower part
-        found = self._cuda.cuPointerGetAttribute(ctypes.byref(value), attribute, address)
-        return value.value if found == _SUCCESS else None
+        attribute = getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        code, value = self._cuda.cuPointerGetAttribute(attribute, address)
+        if code == _INVALID_VALUE:
+            return None
+        _require_success(code, self._cuda.cuPointerGetAttribute, attribute, address)
+        return int(value)
 
-    def _known(self, attribute: int, address: int) -> int:
+    def _known(self, attribute: str, address: int) -> int:
         value = self._attribute(attribute, address)
         if value is None:
             raise CudaError(f"{address:#x} is no memory of CUDA; device memory or pinned memory is needed")
@@ -254,98 +171,97 @@ class CudaDriver:
 
     def export_memory(self, base: int) -> bytes:
         """The IPC handle of the whole allocation, for another process of this node."""
-        handle = _Handle()
-        self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), base)
-        return bytes(handle.octets)
+        return ctypes.string_at(_result(self._cuda.cuIpcGetMemHandle, base).getPtr(), HANDLE_NBYTES)
 
     def open_memory(self, handle: bytes) -> int:
         """Map another process's allocation and return its address here, until close_memory."""
-        there = _Handle.from_buffer_copy(handle)
-        return self._int("cuIpcOpenMemHandle_v2", there, _IPC_LAZY_ENABLE_PEER_ACCESS, of=_address)
+        there = _filled(self._cuda.CUipcMemHandle(), handle)
+        lazily = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(_result(self._cuda.cuIpcOpenMemHandle, there, lazily))
 
     def close_memory(self, address: int) -> None:
-        self._cuda.cuIpcCloseMemHandle(address)
+        _result(self._cuda.cuIpcCloseMemHandle, address)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """On the stream, between pinned and device memory in any direction, of any device and process."""
-        self._cuda.cuMemcpyAsync(target, source, nbytes, stream)
+        _result(self._cuda.cuMemcpyAsync, target, source, nbytes, stream)
 
     # Streams and events
 
     def stream(self) -> int:
         """A new one that the default stream does not hold up."""
-        return self._int("cuStreamCreate", _STREAM_NON_BLOCKING, of=_opaque)
+        return int(_result(self._cuda.cuStreamCreate, self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy the stream; work under way on it still ends."""
-        self._cuda.cuStreamDestroy_v2(stream)
+        _result(self._cuda.cuStreamDestroy, stream)
 
     def synchronize(self, stream: int) -> None:
         """Block this thread until the stream is idle."""
-        self._cuda.cuStreamSynchronize(stream)
+        _result(self._cuda.cuStreamSynchronize, stream)
 
     def event(self, *, interprocess: bool = False) -> int:
-        flags = _EVENT_DISABLE_TIMING | (_EVENT_INTERPROCESS if interprocess else 0)
-        return self._int("cuEventCreate", flags, of=_opaque)
+        flags = self._cuda.CUevent_flags
+        shared = flags.CU_EVENT_INTERPROCESS if interprocess else 0
+        return int(_result(self._cuda.cuEventCreate, flags.CU_EVENT_DISABLE_TIMING | shared))
 
     def destroy_event(self, event: int) -> None:
-        self._cuda.cuEventDestroy_v2(event)
+        _result(self._cuda.cuEventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
         """The event is complete once the stream has done what it has to do now."""
-        self._cuda.cuEventRecord(event, stream)
+        _result(self._cuda.cuEventRecord, event, stream)
 
     def is_complete(self, event: int) -> bool:
         """True once the last record is complete; an event that was never recorded is complete."""
-        return bool(self._cuda.cuEventQuery(event) == _SUCCESS)
+        (code,) = self._cuda.cuEventQuery(event)
+        if code == _NOT_READY:
+            return False
+        _require_success(code, self._cuda.cuEventQuery, event)
+        return True
 
     def wait(self, stream: int, event: int) -> None:
         """Make the stream wait for the last record made before this call; the host goes on."""
-        self._cuda.cuStreamWaitEvent(stream, event, _WAIT_DEFAULT)
+        _result(self._cuda.cuStreamWaitEvent, stream, event, 0)
 
     def export_event(self, event: int) -> bytes:
         """The IPC handle of the event, for another process of this node."""
-        handle = _Handle()
-        self._cuda.cuIpcGetEventHandle(ctypes.byref(handle), event)
-        return bytes(handle.octets)
+        return ctypes.string_at(_result(self._cuda.cuIpcGetEventHandle, event).getPtr(), HANDLE_NBYTES)
 
     def open_event(self, handle: bytes) -> int:
         """Another process's event, until destroy_event."""
-        return self._int("cuIpcOpenEventHandle", _Handle.from_buffer_copy(handle), of=_opaque)
+        return int(_result(self._cuda.cuIpcOpenEventHandle, _filled(self._cuda.CUipcEventHandle(), handle)))
 
 
-def _load() -> tuple[Any, str]:
-    """The library and the name that found it."""
-    refusals = []
-    for name in PLACES:
-        try:
-            return ctypes.CDLL(name), name
-        except OSError as error:
-            refusals.append(str(error))
-    raise CudaError(
-        f"the CUDA driver was looked for as {' and '.join(PLACES)}, and is not there; it comes with NVIDIA's "
-        f"driver on nodes that have a GPU, and into a container by --nv or --gpus ({'; '.join(refusals)})"
-    )
+def _result(call: Any, *arguments: Any) -> Any:
+    """Make a call of the driver and return its result: a list where it has several.
+
+    errors   CudaError if the driver refuses
+    """
+    code, *found = call(*arguments)
+    _require_success(code, call, *arguments)
+    return found[0] if len(found) == 1 else found
 
 
-def _file_of(function: Any) -> str | None:
-    """The file that a function was mapped from, where the system tells."""
-    address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    try:
-        with open("/proc/self/maps") as maps:
-            for line in maps:
-                begin, _, rest = line.partition("-")
-                if int(begin, 16) <= address < int(rest.split()[0], 16):
-                    return os.path.realpath(line[line.index("/") :].rstrip("\n"))
-    except (OSError, ValueError):
-        pass
-    return None
+def _require_success(code: Any, call: Any, *arguments: Any) -> None:
+    if not code:
+        return
+    name = call.__name__
+    meaning = _MEANINGS_OF.get((name, int(code))) or _MEANINGS.get(int(code))
+    text = f"{name}({_shown(arguments)}): {code.name} ({int(code)})"
+    raise CudaError(f"{text}: {meaning}" if meaning else text)
 
 
 def _shown(arguments: tuple[Any, ...]) -> str:
     """The numbers that a call was given; what looks like an address in hexadecimal."""
-    numbers = (argument for argument in arguments if isinstance(argument, int))
+    numbers = (int(argument) for argument in arguments if isinstance(argument, int))
     return ", ".join(hex(number) if number >= 2**32 else str(number) for number in numbers)
+
+
+def _filled(handle: Any, octets: bytes) -> Any:
+    """An IPC handle with these bytes; not all versions of cuda-bindings have an attribute for them."""
+    ctypes.memmove(handle.getPtr(), octets, HANDLE_NBYTES)
+    return handle
 
 
 _driver: CudaDriver | None = None

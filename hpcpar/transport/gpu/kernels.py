@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -48,53 +48,8 @@ BLOCKS_PER_PROCESSOR = 8
 _ITEMSIZES = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in DTYPES}
 
 
-class Kernels(Protocol):
-    """Arithmetic on the memory of one device."""
-
-    def fold(
-        self,
-        op: str,
-        dtype: str,
-        into: int,
-        sources: Sequence[int],
-        count: int,
-        *,
-        factor: float = 1.0,
-        divisor: int = 1,
-        stream: int,
-    ) -> None:
-        """Have `stream` do into = (sources[0] (op) sources[1] (op) …) × factor ÷ divisor, `count` elements.
-
-        into, sources   addresses, each as its element type wants it; `into` may be one of the first 64
-                        sources, and must not overlap them otherwise. Fastest where all have the same
-                        remainder by 16, as pieces of scratch memory can be given that of the result.
-        errors          OperationError if `into` is a source beyond the first 64; whether the operation and
-                        the factor have a meaning for the element type is the caller's to know
-        """
-        ...
-
-    def convert(
-        self,
-        dtype: str,
-        into: int,
-        source_dtype: str,
-        source: int,
-        count: int,
-        *,
-        factor: float = 1.0,
-        divisor: int = 1,
-        stream: int,
-    ) -> None:
-        """Have `stream` do into = source × factor ÷ divisor, `count` elements, in the wider of both types.
-
-        dtype, source_dtype   floating point
-        into, source          addresses of memory that does not overlap
-        """
-        ...
-
-
-class CupyKernels:
-    """`Kernels` of a device, compiled and launched by CuPy."""
+class Kernels:
+    """Arithmetic on the memory of one device, compiled and launched by CuPy."""
 
     def __init__(self, ordinal: int) -> None:
         try:
@@ -122,6 +77,14 @@ class CupyKernels:
         divisor: int = 1,
         stream: int,
     ) -> None:
+        """Have `stream` do into = (sources[0] (op) sources[1] (op) …) × factor ÷ divisor, `count` elements.
+
+        into, sources   addresses, each as its element type wants it; `into` may be one of the first 64
+                        sources, and must not overlap them otherwise. Fastest where all have the same
+                        remainder by 16, as pieces of scratch memory can be given that of the result.
+        errors          OperationError if `into` is a source beyond the first 64; whether the operation and
+                        the factor have a meaning for the element type is the caller's to know
+        """
         found = launches(dtype, into, sources, count, factor=factor, divisor=divisor)
         self._launch("fold", defines(op, dtype), block_count(dtype, count), found, stream)
 
@@ -137,6 +100,11 @@ class CupyKernels:
         divisor: int = 1,
         stream: int,
     ) -> None:
+        """Have `stream` do into = source × factor ÷ divisor, `count` elements, in the wider of both types.
+
+        dtype, source_dtype   floating point
+        into, source          addresses of memory that does not overlap
+        """
         found = [CONVERT_ARGUMENTS.pack(into, source, count, factor, divisor)] if count else []
         self._launch("convert", convert_defines(source_dtype, dtype), convert_blocks(count), found, stream)
 
@@ -158,17 +126,14 @@ class CupyKernels:
         return self._compiled.setdefault(defined, module.get_function(name))
 
     def _stream(self, address: int) -> Any:
-        return self._streams.setdefault(address, cupy_stream(address, self._device.id))
+        return self._streams.setdefault(address, cupy_stream(address))
 
 
-def cupy_stream(address: int, ordinal: int) -> Any:
+def cupy_stream(address: int) -> Any:
     """CuPy's view of a stream of ours, which is to outlive it."""
     import cupy
 
-    from_external = getattr(cupy.cuda.Stream, "from_external", None)
-    if from_external is None:  # until CuPy 13
-        return cupy.cuda.ExternalStream(address, ordinal)
-    return from_external(_Stream(address))
+    return cupy.cuda.Stream.from_external(_Stream(address))
 
 
 class _Stream:
@@ -253,11 +218,11 @@ def kernels(ordinal: int) -> Kernels:
         return _instead
     with _lock:
         if ordinal not in _known:
-            _known[ordinal] = CupyKernels(ordinal)
+            _known[ordinal] = Kernels(ordinal)
         return _known[ordinal]
 
 
-def use_instead(kernels: Kernels | None) -> None:
+def use_instead(kernels: Any) -> None:
     """For tests: what `kernels` gives from now on, on every device; None: CuPy's again."""
     global _instead
     _instead = kernels

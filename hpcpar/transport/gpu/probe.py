@@ -13,7 +13,6 @@ A `start` without its answer was a crash or a hang. An alarm ends each rank by i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from hpcpar.errors import HpcparError
 from hpcpar.transport import mpi_library as mpi
+from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu.cuda_driver import CudaDriver, driver
 
 # isort: split
@@ -48,7 +48,7 @@ class Memory:
         self._cuda = cuda
         self._stream = cuda.stream()
         self._pinned = cuda.alloc_pinned(nbytes)
-        self._host: Octets = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._pinned))
+        self._host: Octets = octets_at(self._pinned, nbytes)
         self.address = cuda.alloc(nbytes)
 
     def write(self, octets: Octets) -> None:

@@ -9,17 +9,14 @@ Each message has two slots on each side, so that MPI moves one piece while a GPU
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
-from hpcpar.transport.gpu.device_buffer import DeviceOctets, Mark, Queue
+from hpcpar.transport.gpu.queue import DeviceOctets, Mark, Queue
 from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Octets, Transport
 
 PIECE_NBYTES = 2 * 1024 * 1024
@@ -56,10 +53,7 @@ class Slot:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
-        self.octets: Octets = np.empty(0, dtype=np.uint8)
-        if nbytes:
-            memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
-            self.octets = np.frombuffer(memory, dtype=np.uint8)
+        self.octets: Octets = octets_at(address, nbytes)
 
 
 NOWHERE = Slot(0, 0)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +32,9 @@ def obstacle():
 
 @functools.cache
 def load():
-    """The compiled kernels; built once per source and compiler, also when several processes ask at once."""
-    library = ctypes.CDLL(str(_build()))
+    """The compiled kernels."""
+    command = [*COMPILE, f"-I{gpu_kernels.SOURCE.parent}"]
+    library = ctypes.CDLL(str(cuda_stand_in.compiled(command, SOURCE, gpu_kernels.SOURCE)))
     library.size_of_fold.restype = ctypes.c_size_t
     library.new_job.restype = ctypes.c_void_p
     library.size_of_convert.restype = ctypes.c_size_t
@@ -45,24 +42,6 @@ def load():
     library.run_job.argtypes = (ctypes.c_void_p,)
     library.run_job.restype = None
     return library
-
-
-def _build():
-    compiler = subprocess.run(["g++", "--version"], capture_output=True, check=True, timeout=60).stdout
-    sources = SOURCE.read_bytes() + gpu_kernels.SOURCE.read_bytes()
-    key = hashlib.sha256(compiler + sources + repr(COMPILE).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"hpcpar-kernel-stand-in-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
-    target = folder / f"kernels-{key}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as apart:
-            fresh = Path(apart) / target.name
-            include = f"-I{gpu_kernels.SOURCE.parent}"
-            subprocess.run([*COMPILE, include, "-o", fresh, SOURCE], check=True, timeout=300)
-            fresh.replace(target)
-    return target
 
 
 class HostKernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpcpar.errors import CudaError
+from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu import cuda_driver
 
 ROOT = Path(__file__).parents[3]
@@ -32,8 +34,7 @@ def host(cuda):
     def pinned(values):
         values = np.asarray(values)
         begun.append(cuda.alloc_pinned(values.nbytes))
-        memory = (ctypes.c_uint8 * values.nbytes).from_address(begun[-1])
-        array = np.frombuffer(memory, dtype=values.dtype).reshape(values.shape)
+        array = octets_at(begun[-1], values.nbytes).view(values.dtype).reshape(values.shape)
         array[...] = values
         return array
 
@@ -72,30 +73,52 @@ cuda.use(0)
 # The library
 
 
-def test_importing_the_package_loads_no_driver():
-    script = "import hpcpar.transport.gpu.cuda_driver; print('libcuda.so' in open('/proc/self/maps').read())"
-    assert run(script).stdout == "False\n"
+def test_importing_the_module_loads_neither_driver_nor_bindings():
+    ended = run(
+        "import sys, hpcpar.transport.gpu.cuda_driver; "
+        "print('libcuda.so' in open('/proc/self/maps').read(), 'cuda.bindings' in sys.modules)"
+    )
+    assert ended.stdout == "False False\n"
 
 
-def test_without_a_driver_the_error_says_what_was_looked_for(monkeypatch):
-    monkeypatch.setattr(cuda_driver, "PLACES", ("libcuda-not-here.so.1", "/nowhere/libcuda.so.1"))
-    monkeypatch.setattr(cuda_driver, "_driver", None)
-    assert not cuda_driver.is_available()
-    with pytest.raises(CudaError, match=r"libcuda-not-here\.so\.1 and /nowhere/libcuda\.so\.1"):
-        cuda_driver.driver()
+ASKED = """
+from hpcpar.transport.gpu.cuda_driver import driver, is_available
+print(is_available())
+driver()
+"""
 
 
-def test_a_library_without_the_calls_is_no_driver(monkeypatch):
-    monkeypatch.setattr(cuda_driver, "PLACES", ("libc.so.6",))
-    monkeypatch.setattr(cuda_driver, "_driver", None)
-    assert not cuda_driver.is_available()
-    with pytest.raises(CudaError, match=r"libc\.so\.6 is too old or no CUDA driver.*cuInit"):
-        cuda_driver.driver()
+@pytest.mark.skipif(bool(ctypes.util.find_library("cuda")), reason="this machine has a CUDA driver")
+def test_without_a_driver_the_error_says_where_it_comes_from():
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install hpcpar[cuda13]")
+    ended = run(ASKED)
+    assert ended.stdout == "False\n"
+    assert "hpcpar.errors.CudaError: no CUDA driver (libcuda.so.1)" in ended.stderr
+    assert "--nv or --gpus" in ended.stderr
 
 
-def test_the_driver_is_one_for_the_process_and_says_which(cuda, stand_in):
+def test_a_library_without_the_calls_is_no_driver(tmp_path):
+    """As a driver older than CUDA 12, which lacks the call that finds the others."""
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install hpcpar[cuda13]")
+    subprocess.run(
+        ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", tmp_path / "libcuda.so.1", "-xc", "/dev/null"],
+        check=True,
+        timeout=60,
+    )
+    ended = run(f"import ctypes; ctypes.CDLL('{tmp_path}/libcuda.so.1', mode=ctypes.RTLD_GLOBAL){ASKED}")
+    assert ended.stdout == "False\n"
+    assert "for CUDA 12 or newer could be loaded" in ended.stderr
+
+
+def test_without_cuda_bindings_the_error_says_what_to_install():
+    ended = run(f"import sys; sys.modules['cuda.bindings'] = None{ASKED}")
+    assert ended.stdout == "False\n"
+    assert "needs cuda-bindings" in ended.stderr
+    assert "pip install 'hpcpar[cuda13]'" in ended.stderr
+
+
+def test_the_driver_is_one_for_the_process_and_says_its_version(cuda):
     assert cuda_driver.driver() is cuda
-    assert cuda.path == str(stand_in.build().resolve())
     assert cuda.version == 13000
 
 
@@ -108,17 +131,14 @@ def test_a_driver_without_devices_is_not_available(cuda, stand_in, monkeypatch):
     assert not cuda_driver.is_available()
 
 
-def test_a_driver_that_finds_no_device_when_it_starts_says_so():
+def test_a_driver_that_finds_no_device_when_it_starts_says_so(stand_in):
     script = """
 import os
 os.environ["STAND_IN_DEVICES"] = "0"
 from tests.transport.gpu import cuda_stand_in
 cuda_stand_in.load()
-from hpcpar.transport.gpu.cuda_driver import driver, is_available
-print(is_available())
-driver()
 """
-    ended = run(script)
+    ended = run(script + ASKED)
     assert ended.stdout == "False\n"
     assert "cuInit(0): CUDA_ERROR_NO_DEVICE (100): no device is visible" in ended.stderr
 
@@ -160,7 +180,7 @@ def test_each_device_has_memory_and_streams_of_its_own(cuda, stand_in, monkeypat
         cuda.record(event, stream)
 
 
-def test_a_forked_child_is_told_to_be_spawned():
+def test_a_forked_child_is_told_to_be_spawned(stand_in):
     script = f"""{LOADED}
 import os, sys
 child = os.fork()
@@ -259,14 +279,14 @@ def test_what_the_driver_refuses_is_an_error_with_the_call_and_what_to_do(cuda, 
         (f"{address_of(ordinary):#x} is no memory of CUDA", cuda.ordinal_of, address_of(ordinary)),
         ("is no memory of CUDA", cuda.buffer_id, address_of(ordinary)),
         ("not all of these bytes", cuda.copy, address_of(pinned), freed, 16, 0),
-        (r"cuMemFree_v2.*no allocation begins", cuda.free, base + 1),
-        (r"cuMemFree_v2.*no allocation begins", cuda.free, freed),
-        (r"cuMemAlloc_v2\(0\).*at least one byte", cuda.alloc, 0),
-        (r"cuIpcOpenMemHandle_v2.*cannot open memory that it has exported", cuda.open_memory, memory_handle),
+        (r"cuMemFree.*no allocation begins", cuda.free, base + 1),
+        (r"cuMemFree.*no allocation begins", cuda.free, freed),
+        (r"cuMemAlloc\(0\).*at least one byte", cuda.alloc, 0),
+        (r"cuIpcOpenMemHandle.*cannot open memory that it has exported", cuda.open_memory, memory_handle),
         (r"cuIpcOpenEventHandle.*cannot open an event that it has exported", cuda.open_event, event_handle),
         (r"cudaMallocAsync.*expandable_segments:False", cuda.export_memory, pooled),
         (r"cuIpcGetEventHandle.*interprocess=True", cuda.export_event, cuda.event()),
-        (r"cuIpcOpenMemHandle_v2.*INVALID_VALUE", cuda.open_memory, bytes(64)),
+        (r"cuIpcOpenMemHandle.*INVALID_VALUE", cuda.open_memory, bytes(64)),
         (r"cuIpcOpenEventHandle.*INVALID_VALUE", cuda.open_event, memory_handle),
     ):
         with pytest.raises(CudaError, match=expected):

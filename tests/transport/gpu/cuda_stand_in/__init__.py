@@ -31,8 +31,6 @@ HOOKS = {
     "stand_in_calls": (ctypes.c_uint64, ctypes.c_char_p),
     "stand_in_show": (None, ctypes.c_int),
     "stand_in_release": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64),
-    "cuMemAllocAsync": (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
-    "cuMemAllocManaged": (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
 }
 """What each returns and takes."""
 
@@ -45,6 +43,10 @@ def obstacle():
     """Why there can be no stand-in here, or None."""
     if shutil.which("gcc") is None:
         return "needs gcc to build the stand-in for the CUDA driver"
+    try:
+        import cuda.bindings  # noqa: F401
+    except ImportError:
+        return "needs cuda-bindings: pip install hpcpar[cuda13] or hpcpar[cuda12]"
     if not Path("/proc/self/maps").exists():
         return "the stand-in for the CUDA driver needs Linux"
     if _library is None and "libcuda.so" in Path("/proc/self/maps").read_text():
@@ -53,19 +55,25 @@ def obstacle():
 
 
 def build():
-    """The library, compiled once per source and compiler; several processes may ask at the same time."""
-    compiler = subprocess.run(["gcc", "--version"], capture_output=True, check=True, timeout=60).stdout
-    key = hashlib.sha256(compiler + SOURCE.read_bytes() + repr((COMPILE, NAME)).encode()).hexdigest()[:16]
+    """The library, for the loader under the driver's name."""
+    return compiled([*COMPILE, *NAME], SOURCE)
+
+
+def compiled(command, source, *included):
+    """A library of this source, made once for each compiler; several processes may ask at the same time."""
+    compiler = subprocess.run([command[0], "--version"], capture_output=True, check=True, timeout=60).stdout
+    texts = b"".join(file.read_bytes() for file in (source, *included))
+    key = hashlib.sha256(compiler + texts + repr(command).encode()).hexdigest()[:16]
     # A folder of this user's own: another one's library is not to be loaded.
-    folder = Path(tempfile.gettempdir()) / f"hpcpar-cuda-stand-in-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"hpcpar-stand-in-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to somebody else")
-    target = folder / f"libcuda-{key}.so"
+    target = folder / f"{source.stem}-{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as apart:
             fresh = Path(apart) / target.name
-            subprocess.run([*COMPILE, *NAME, "-o", fresh, SOURCE], check=True, timeout=120)
+            subprocess.run([*command, "-o", fresh, source], check=True, timeout=300)
             fresh.replace(target)
     return target
 
@@ -104,18 +112,21 @@ def reach(address, nbytes):
 
 def alloc_pooled(nbytes):
     """Device memory that cannot be exported, as cudaMallocAsync's."""
-    address = ctypes.c_uint64()
-    if result := load().cuMemAllocAsync(ctypes.byref(address), nbytes, None):
-        raise MemoryError(f"cuMemAllocAsync: {result}")
-    return address.value
+    return _allocated("cuMemAllocAsync", nbytes, 0)
 
 
 def alloc_managed(nbytes):
     """Memory of host and device."""
-    address = ctypes.c_uint64()
-    if result := load().cuMemAllocManaged(ctypes.byref(address), nbytes, 1):
-        raise MemoryError(f"cuMemAllocManaged: {result}")
-    return address.value
+    return _allocated("cuMemAllocManaged", nbytes, 1)
+
+
+def _allocated(call, *arguments):
+    from cuda.bindings import driver as bindings
+
+    code, address = getattr(bindings, call)(*arguments)
+    if code:
+        raise MemoryError(f"{call}: {code.name}")
+    return int(address)
 
 
 class Gate:

@@ -1,0 +1,79 @@
+"""The picture of `hpcpar draw experts`: loads of experts, and who sends how many rows to whom, both ways.
+
+rows                one stage           two stages
+▇                   to 0  1  2  3       to 0  1  2  3
+▇ ▅                 0  ·  8 │8  8       0  ·  8 │9  ·
+▇ ▅ ▂               1  8  · │8  8       1  8  · │·  9
+0 1 2 expert        ────────┼─────      ────────┼─────
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.cli.schedule_picture import save_few_colours
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from hpcpar.cli.draw_experts import DispatchWay, DrawnExperts
+    from hpcpar.expert_parallel.dispatch import Dispatch
+
+LABELLED_RANKS = 8
+"""With more ranks a number does not fit into its cell."""
+
+
+def draw(drawn: DrawnExperts, path: Path) -> None:
+    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
+    # Imported here, so that nothing but a picture waits for it.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 4.2), dpi=100, layout="constrained")
+    loads, one, two = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    _draw_loads(loads, drawn.dispatch)
+    most = max(1, *(max(map(max, each.sent)) for each in drawn.ways))
+    for axes, each in zip((one, two), drawn.ways, strict=True):
+        _draw_rows(axes, each, drawn.dispatch.nodes, most)
+    one.set_ylabel("from rank")
+    figure.suptitle(drawn.title, fontsize=10)
+    if path.suffix == ".png":
+        save_few_colours(figure, path)
+    else:
+        figure.savefig(path, format=path.suffix[1:])
+
+
+def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
+    from matplotlib import colormaps
+
+    from hpcpar.cli.draw_experts import balance
+
+    loads = dispatch.loads
+    colours = [colormaps["tab10"](rank % 10) for rank in dispatch.owners]
+    axes.bar(range(len(loads)), loads, color=colours)
+    mean = sum(loads) / len(loads)
+    axes.axhline(mean, color="black", linewidth=0.8, linestyle="--")
+    axes.text(len(loads) - 0.5, mean, "mean", ha="right", va="bottom", fontsize=7)
+    axes.set_xlabel("expert; a colour for each rank")
+    axes.set_ylabel("rows")
+    axes.set_title(balance(loads), fontsize=8)
+
+
+def _draw_rows(axes: Axes, way: DispatchWay, nodes: tuple[int, ...], most: int) -> None:
+    import numpy as np
+
+    sent = np.array(way.sent)
+    axes.imshow(sent, cmap="Blues", vmin=0, vmax=most * 1.8)
+    size = len(sent)
+    for rank in range(1, size):
+        if nodes[rank] != nodes[rank - 1]:
+            axes.axhline(rank - 0.5, color="black", linewidth=1)
+            axes.axvline(rank - 0.5, color="black", linewidth=1)
+    if size <= LABELLED_RANKS:
+        for rank, to in zip(*np.nonzero(sent), strict=True):
+            axes.text(to, rank, f"{sent[rank, to]:,}", ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(size))
+        axes.set_yticks(range(size))
+    axes.set_xlabel("to rank; lines divide nodes")
+    rows, between = int(sent.sum()), sum(way.between)
+    axes.set_title(f"{way.name}: {rows:,} rows, {between:,} between nodes", fontsize=9)

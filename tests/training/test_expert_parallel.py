@@ -1,0 +1,265 @@
+"""Runs whose experts are divided among ranks: the serial run's numbers, bytes, samples and checkpoints."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.errors import ConfigError, LayoutError, OperationError
+from hpcpar.tensor_parallel import own_shard
+from hpcpar.training import Config, Run
+from hpcpar.training.metrics import records_of
+from tests.training.runs import (
+    SEQUENCE,
+    MakeConfig,
+    OfOneProcess,
+    deviations,
+    half_of,
+    refused,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_serial,
+    trained,
+)
+
+MODEL = (
+    "model.hidden_size=16",
+    "model.layers=2",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_size=32",
+    "model.experts.count=5",
+    "model.experts.per_token=2",
+    "model.experts.ffn_size=8",
+    "train.sequence=24",
+    "train.steps=4",
+    "train.evaluate_every=2",
+    "optimizer.clip_norm=0.2",
+)
+"""Small; every gradient is clipped, and five experts do not divide among ranks."""
+
+BALANCED = (
+    "model.experts.balance_loss=0.1",
+    "model.experts.balance_over=sequence",
+    "model.experts.z_loss=0.01",
+    "model.experts.shared_ffn_size=8",
+    "model.experts.first_dense=1",
+    "model.experts.bias_rate=0.01",
+)
+
+
+def of_model(options: tuple[str, ...]) -> list[str]:
+    """Options that change what is computed, and not only where."""
+    same = ("model.", "train.global_batch", "train.sequence", "data.", "optimizer.name")
+    return [option for option in options if option.startswith(same)]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, ("mesh.ep=2",)),
+        (3, ("mesh.ep=3", "optimizer.name=sgd", *BALANCED)),
+        (4, ("mesh.ep=2", "optimizer.zero_stage=1", *BALANCED)),
+        (4, ("mesh.ep=4", "optimizer.zero_stage=2", "train.microbatch=1")),
+        (4, ("mesh.ep=2", "optimizer.zero_stage=3", "train.recompute=full", *BALANCED)),
+        (4, ("mesh.ep=4", "mesh.tp=2", *BALANCED)),
+        (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", "optimizer.zero_stage=1")),
+        (4, ("mesh.ep=4", "mesh.tp=2", SEQUENCE, "optimizer.zero_stage=3", "optimizer.name=sgd")),
+        (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", SEQUENCE, *BALANCED)),
+        (4, ("mesh.tp=2", "optimizer.zero_stage=1")),
+        (4, ("mesh.cp=2", "mesh.ep=4", "train.recompute=selective", *BALANCED)),
+        (4, ("mesh.cp=2", "mesh.ep=2", "mesh.tp=2", "optimizer.name=sgd")),
+        (4, ("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4", *BALANCED)),
+        (4, ("mesh.pp=2", "mesh.tp=2", "mesh.ep=2", "train.microbatch=1", "optimizer.zero_stage=1")),
+        # Some dp ranks have fewer sequences than others.
+        (3, ("mesh.ep=3", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
+    ],
+)
+def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
+) -> None:
+    alone, expected = of_one_process(*MODEL, *of_model(options))
+    together = config_of(*MODEL, *options, name="together")
+    # The theory says nothing of what ranks that share layers exchange around experts.
+    unknown = {None} if "mesh.tp=2" in options else set()
+    require_serial(together, trained(together, size), alone, expected, unknown)
+    mine, theirs = (
+        [
+            record["experts"]
+            for record in records_of(config.output.directory / "metrics.jsonl")
+            if "loss" in record
+        ]
+        for config in (together, alone)
+    )
+    for key in ("layer", "max_over_mean", "idle", "balance_loss", "z_loss"):
+        for own, others in zip(mine, theirs, strict=True):
+            assert own[key] == pytest.approx(others[key], abs=1e-10), key
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    (1, ()),
+    (3, ("mesh.ep=3", "optimizer.zero_stage=2")),
+    (4, ("mesh.ep=2", "optimizer.zero_stage=3")),
+    (4, ("mesh.ep=4", "mesh.tp=2", "optimizer.zero_stage=1")),
+    (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2")),
+    (4, ("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4")),
+]
+
+Whole = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]
+"""Values and optimizer states of all parameters, by name."""
+
+
+def whole_of(run: Run) -> Whole:
+    """Return what a run in one process holds."""
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    states = {names[id(p)]: dict(state) for p, state in run.optimizer.state.items()}
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}, states
+
+
+def require_parts_of(whole: Whole, run: Run) -> set[str]:
+    """Compare this rank's parts to the bit; return the names of its parameters."""
+    values, states = whole
+    with summon_full_parameters(run.model, write_back=False):
+        held = dict(run.model.named_parameters())
+        for name, parameter in held.items():
+            assert torch.equal(parameter, own_shard(parameter, values[name])), name
+        for piece, state in run.optimizer.own_states():
+            for key, value in state.items():
+                expected = states[piece.name].get(key, values[piece.name])
+                if expected.dim():
+                    expected = own_shard(piece.parameter, expected).flatten()[piece.start : piece.stop]
+                assert torch.equal(value.flatten(), expected.flatten()), (piece.name, key)
+    return set(held)
+
+
+@pytest.mark.parametrize("saved", LAYOUTS, ids=str)
+def test_any_layout_loads_what_any_other_saved_to_the_bit(
+    config_of: MakeConfig, saved: tuple[int, tuple[str, ...]]
+) -> None:
+    options = (*MODEL, "model.experts.shared_ffn_size=8", "model.experts.first_dense=1")
+    half_of(config_of(*options, *saved[1]), saved[0])
+    (whole,) = run_loopback(1, lambda comm: whole_of(Run(config_of(*options), comm, resume=True)))
+
+    def names_of(comm: Communicator, config: Config) -> set[str]:
+        return require_parts_of(whole, Run(config, comm, resume=True))
+
+    for size, layout in LAYOUTS:
+        of_ranks = run_loopback(size, partial(names_of, config=config_of(*options, *layout)))
+        assert set().union(*of_ranks) == set(whole[0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, ("mesh.ep=4", "optimizer.zero_stage=3")), (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2"))),
+        ((2, ("mesh.ep=2",)), (4, ("mesh.cp=2", "mesh.ep=2", "mesh.tp=2"))),
+    ],
+)
+def test_a_run_is_resumed_with_experts_on_other_ranks(
+    config_of: MakeConfig,
+    of_one_process: OfOneProcess,
+    before: tuple[int, tuple[str, ...]],
+    after: tuple[int, tuple[str, ...]],
+) -> None:
+    whole, expected = of_one_process(*MODEL, *BALANCED)
+    half_of(config_of(*MODEL, *BALANCED, *before[1], name="parts"), before[0])
+    require_resumed(config_of(*MODEL, *BALANCED, *after[1], name="parts"), after[0], whole, expected)
+
+
+def test_a_run_with_capacity_and_biases_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
+    told = (*MODEL, *BALANCED, "mesh.ep=2", "model.experts.capacity_factor=1.0", "optimizer.zero_stage=1")
+    require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
+
+
+# --- what is said, and refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, ("mesh.ep=2",)),
+        (4, ("mesh.ep=4", "mesh.tp=2")),
+        (4, ("mesh.pp=2", "mesh.ep=2", "train.microbatch=1")),
+    ],
+)
+def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout: tuple[str, ...]) -> None:
+    told = (*MODEL, "output.sample_tokens=5", "train.steps=2", "train.global_batch=4")
+
+    def sample(name: str, size: int, *options: str) -> str:
+        consoles = [Console(file=io.StringIO(), width=200) for _ in range(size)]
+        config = config_of(*told, *options, name=name)
+        run_loopback(size, lambda comm: Run(config, comm, console=consoles[comm.rank]).train())
+        said: str = consoles[0].file.getvalue()  # type: ignore[attr-defined]
+        return said.split("a sample:\n")[1].split("held-out loss")[0]
+
+    assert sample("together", size, *layout) == sample("alone", 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "kind", "message"),
+    [
+        (
+            2,
+            (
+                "mesh.ep=2",
+                "model.experts.count=1",
+                "model.experts.per_token=1",
+                "model.experts.renormalise=false",
+            ),
+            ConfigError,
+            "mesh.ep = 2 ranks",
+        ),
+        (3, ("mesh.ep=2",), LayoutError, "ep=2 is folded out of dp x cp = 3 ranks"),
+        (4, ("mesh.tp=4", "mesh.etp=2"), LayoutError, "etp=2"),
+        (
+            2,
+            ("model.experts.per_token=6",),
+            ConfigError,
+            "experts.per_token=6, but there are experts.count=5",
+        ),
+        (2, ("model.experts.groups=2",), ConfigError, "does not divide into experts.groups=2"),
+        (2, ("model.experts.capacity_factor=0",), ConfigError, "would drop every token"),
+        (
+            2,
+            ("mesh.ep=2", "optimizer.shared_parameters=true", "optimizer.zero_stage=1"),
+            OperationError,
+            "experts are spread over ranks",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_start_with_what_does(
+    config_of: MakeConfig, size: int, options: tuple[str, ...], kind: type[Exception], message: str
+) -> None:
+    config = config_of(*MODEL, *options)
+    assert message in refused(config, size, kind)
+    assert not config.output.directory.exists()
+
+
+def test_a_model_without_experts_has_none_to_divide(config_of: MakeConfig) -> None:
+    message = refused(config_of("mesh.ep=2"), 2, ConfigError)
+    assert "mesh.ep = 2, but model.preset = 'tiny' has no experts to divide; take a preset" in message
+
+
+# --- MPI ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [(), ("optimizer.zero_stage=3", "model.experts.shared_ffn_size=8")])
+def test_over_mpi_it_is_the_run_of_one_process(
+    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    config = world.broadcast_object(config_of(*MODEL, *options, f"mesh.ep={world.size}"))
+    expected = trained(config_of(*MODEL, *of_model(options), name="alone"))[0]
+    outcome = Run(config, world).train()
+    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
+    assert max(difference for difference, _ in found) < 1e-10
+    assert {nbytes for _, each in found for nbytes in each.values()} <= {0}, found
