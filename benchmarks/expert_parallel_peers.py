@@ -2,13 +2,13 @@
 
     class       peers                 experts of a mixture                how rows travel
     Hpcpar      hpcpar ep             a part on each rank                 hpcpar's exchange, over MPI
-                hpcpar ep one half    the same                            all rows of a layer at once
-    Replicated  ddp                   all on each rank                    they stay; gradients are averaged
+                hpcpar ep halves      the same                            the same, in two halves
+    Ddp         ddp                   all on each rank                    they stay; gradients are averaged
     Megatron    megatron ep           a part on each rank                 Megatron-Core's all-to-all
                                                                           dispatcher, over gloo
     DeepSpeed   deepspeed ep          a part on each rank                 deepspeed.moe's all-to-all of padded
                                                                           experts, over gloo
-    Solo        no communication      as many as a rank has, no others    they stay
+    Free        no communication      as many as a rank has, no others    they stay
 
 All have the same Llama, tokens and routing. Megatron-Core is for GPUs; here its MoELayer runs on the CPU,
 with stand-ins for the CUDA streams that it asks for. Its grouped products need CUDA, so it computes one
@@ -33,22 +33,56 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 from training_peers import Ddp, Peer, Recipe, Solo, Task, deepspeed, deepspeed_engine
 
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.errors import LayoutError
-from hpcpar.models import Llama
+from hpcpar.expert_parallel import ExpertParallel
+from hpcpar.models import Layers, Llama
 from hpcpar.models.layers import Linear
 from hpcpar.partition import bounds
 from hpcpar.units import MiB
 
 
-class OverGloo(Peer):
-    """Somebody else's mixtures in our Llama; each rank has an equal part of the experts."""
-
-    needs_gloo = True
+class ExpertParallelPeer(Peer):
+    """A Llama of whose experts each rank has a part, under their names in the whole model."""
 
     def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
         self.world = task.world
         super().__init__(name, task, recipe)
+
+    def parameters(self) -> dict[str, Tensor]:
+        everyone: list[dict[str, Tensor]] = self.world.allgather_object(self.own_parameters())
+        return {name: value for part in everyone for name, value in part.items()}
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's parameters by their names in the whole model."""
+        return super().parameters()
+
+
+class Hpcpar(ExpertParallelPeer):
+    """hpcpar's mixtures, over MPI; DistributedOptimizer averages gradients."""
+
+    def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
+        super().__init__(name, task, recipe)
+        named = list(self.model.named_parameters())
+        inner = recipe.make(self.model.parameters())
+        self.module = self.model
+        self.distributed = DistributedOptimizer(inner, named, task.world, bucket_bytes=task.bucket_bytes)
+        self.optimizer = self.distributed
+
+    def make_model(self, task: Task) -> Llama:
+        parallel = ExpertParallel(task.world, task.experts.count, halves=self.name.endswith("halves"))
+        return task.model(Layers(experts=parallel, expert_replicas=Communicator.alone()))
+
+    def synchronize(self) -> None:
+        self.distributed.synchronize()
+
+
+class OverGloo(ExpertParallelPeer):
+    """Somebody else's mixtures in our Llama; each rank has an equal part of the experts."""
+
+    needs_gloo = True
 
     @classmethod
     def require(cls, task: Task) -> None:
@@ -70,12 +104,11 @@ class OverGloo(Peer):
         layers = self.model.model.layers.named_children()
         return {f"model.layers.{number}.mlp": layer.get_submodule("mlp") for number, layer in layers}
 
-    def parameters(self) -> dict[str, Tensor]:
-        mine = {name: value for name, value in super().parameters().items() if ".mlp." not in name}
+    def own_parameters(self) -> dict[str, Tensor]:
+        mine = {name: value for name, value in super().own_parameters().items() if ".mlp." not in name}
         for prefix, mixture in self.mixtures().items():
             mine |= {f"{prefix}.{name}": value.detach() for name, value in mixture.whole().items()}
-        everyone: list[dict[str, Tensor]] = self.world.allgather_object(mine)
-        return {name: value for part in everyone for name, value in part.items()}
+        return mine
 
 
 class MegatronMixture(nn.Module):
@@ -316,6 +349,8 @@ class Free(Solo):
 
 
 EXPERT_PARALLEL: dict[str, type[Peer]] = {
+    "hpcpar ep": Hpcpar,
+    "hpcpar ep halves": Hpcpar,
     "ddp": Ddp,
     "megatron ep": Megatron,
     "deepspeed ep": DeepSpeed,

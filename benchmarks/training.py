@@ -44,8 +44,8 @@ With --cp they share every sequence instead, and each has the whole model:
 
 With --ep every feed-forward is a mixture of experts, which they share; each rank has its own sequences:
 
-    hpcpar ep               rows of tokens go to their experts in halves, beside products; over MPI
-    hpcpar ep one half      the same, all of them before any product
+    hpcpar ep               rows of tokens go to their experts and home over MPI
+    hpcpar ep halves        the same, in two halves: one travels while the other's experts compute
     ddp                     torch DistributedDataParallel over gloo; all experts on each rank
     megatron ep             Megatron-Core's mixture, where it is installed, over gloo
     deepspeed ep            DeepSpeed's mixture, where it is installed, over gloo

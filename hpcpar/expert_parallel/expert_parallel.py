@@ -91,9 +91,14 @@ class ExpertParallel:
         self._channels = Channels.of(comm)
         self._on_node = None if self.node is None else Channels.of(self.node)
 
-    def progress(self) -> None:
-        """Advance rows that travel; to be called between experts."""
+    def progress(self, outputs: Tensor | None = None) -> None:
+        """Advance rows that travel; to be called by `compute` between experts.
+
+        outputs   of the expert that was just computed: rows are advanced when their gradient comes, too
+        """
         self.comm.progress()
+        if self.halves and outputs is not None and outputs.requires_grad:
+            outputs.register_hook(lambda _: self.comm.progress())  # type: ignore[no-untyped-call]
 
     @uncompiled
     def mix(

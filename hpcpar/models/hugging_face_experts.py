@@ -131,5 +131,5 @@ class SharedExperts(Divided):
         ):
             inner = self._apply_gate(self, functional.linear(part, gate_up))
             outputs.append(functional.linear(inner, down))
-            self.parallel.progress()
+            self.parallel.progress(outputs[-1])
         return torch.cat(outputs)

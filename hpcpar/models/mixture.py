@@ -170,7 +170,7 @@ class MixtureOfExperts(nn.Module):
         outputs = []
         for expert, part in zip(self.experts, torch.split(rows, counts), strict=True):
             outputs.append(expert(part))
-            self._parallel.progress()
+            self._parallel.progress(outputs[-1])
         return torch.cat(outputs)
 
     def _balanced(self, routing: Routing, logits: Tensor, hidden: Tensor, kept: Tensor | None) -> Routing:

@@ -37,6 +37,8 @@ CONTEXT_PARALLEL = {
     "no communication",
 }
 
+EXPERT_PARALLEL = {"hpcpar ep", "hpcpar ep halves", "ddp", "one process", "no communication"}
+
 RunRanks = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -101,6 +103,24 @@ def test_context_parallel_peers_agree_with_one_process_and_hold_a_part_of_its_ac
             assert found[peer][figure] <= 1.06 / 2 * whole[figure]
 
 
+def test_expert_parallel_peers_agree_with_one_process_and_hold_a_part_of_the_experts(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.jsonl"
+    done = run_ranks(2, SCRIPT, *SMALL, "--ep", "2", "--json", str(path), timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    found = {line["peer"]: line for line in lines(path)}
+    assert set(found) >= EXPERT_PARALLEL
+    assert all(
+        (line["ep"], line["experts"], line["tokens_per_step"]) == (2, 8, 64) for line in found.values()
+    )
+    assert found.pop("no communication")["difference"] is None
+    differences = {peer: line["difference"] for peer, line in found.items()}
+    assert all(difference <= 1e-4 for difference in differences.values()), differences
+    # Parameters, gradients, two states of the optimizer: of half the experts, in place of all.
+    assert found["hpcpar ep"]["peak_nbytes"] < 0.75 * found["ddp"]["peak_nbytes"]
+
+
 MISTAKES = [
     (["--tp", "3"], "--tp 3, but the job has 2 ranks"),
     (["--tp", "2", "--hidden", "100"], "--hidden 100; give a multiple of 64"),
@@ -114,6 +134,14 @@ MISTAKES = [
     (["--cp", "2", "--dtype", "bfloat16"], "--cp has no masters for --dtype bfloat16"),
     (["--cp", "2", "--sequence", "18", "--peers", "zigzag ring"], "--sequence 18 is no multiple of 4"),
     (["--peers", "zigzag ring"], "zigzag ring: only with --cp"),
+    (["--ep", "2", "--tp", "2"], "--tp 2 and --ep 2; give one of them"),
+    (["--ep", "3"], "--ep 3, but the job has 2 ranks; all share each mixture here"),
+    (
+        ["--ep", "2", "--experts", "3", "--peers", "megatron ep"],
+        "--experts 3 do not divide among --ep 2 ranks",
+    ),
+    (["--ep", "2", "--experts", "2", "--per-token", "3"], "experts.per_token=3, but there are"),
+    (["--ep", "2", "--experts", "2", "--peers", "no communication"], "is no mixture of --per-token 2"),
     (["--layers", "0"], "layers=0 must be greater than 0"),
 ]
 

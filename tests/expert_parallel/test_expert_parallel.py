@@ -457,6 +457,22 @@ def test_rows_of_one_half_travel_while_the_experts_of_the_other_compute_there_an
     run_loopback(2, mixed)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_with_halves_progress_is_made_between_experts_in_backward_too(
+    halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ep, calls = ExpertParallel(Communicator.alone(), 8, halves=halves), []
+    monkeypatch.setattr(ep.comm, "progress", lambda: calls.append(1))
+    weight = torch.ones(3, requires_grad=True)
+    outputs = weight * 2
+    ep.progress(outputs)
+    ep.progress()
+    ep.progress(outputs.detach())
+    assert len(calls) == 3
+    outputs.sum().backward()
+    assert len(calls) == 3 + halves
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("frozen", ["hidden", "hidden and weights", "weights", "experts"])
 @pytest.mark.parametrize("count", [2, 8])

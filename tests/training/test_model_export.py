@@ -57,6 +57,24 @@ SIZES = {
         "model.max_sequence=40",
         "model.dropout=0.1",
     ],
+    "Mixtral": ["model.preset=tiny-moe", "model.experts.capacity_factor=1.0"],
+    "Qwen3Moe": [
+        "model.preset=tiny-moe",
+        "model.qk_norm=head",
+        "model.layers=2",
+        "model.experts.first_dense=1",
+    ],
+    "Olmoe": ["model.preset=tiny-moe", "model.qk_norm=all", "model.experts.renormalise=false"],
+    "Glm4Moe": [
+        "model.preset=tiny-moe",
+        "model.experts.score=sigmoid",
+        "model.experts.shared_ffn_size=256",
+        "model.experts.bias_rate=0.1",
+        "model.experts.groups=4",
+        "model.experts.groups_per_token=2",
+        "model.layers=2",
+        "model.experts.first_dense=1",
+    ],
 }
 
 
@@ -68,7 +86,7 @@ def test_transformers_computes_the_same_logits(name: str, config_of: MakeConfig,
     assert (written.step, written.dtype, written.sizes) == (3, "float32", config.model_config_for(256))
 
     model = as_transformers_reads(tmp_path / "exported")
-    assert type(model).__name__ == "LlamaForCausalLM"
+    assert type(model).__name__ == f"{name if config.model.preset == 'tiny-moe' else 'Llama'}ForCausalLM"
     assert model.config.max_position_embeddings == written.sizes.max_sequence
     with torch.no_grad():
         found, expected = model(tokens()).logits, trained_model(run, config, torch.float32)(tokens())
