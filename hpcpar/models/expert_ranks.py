@@ -33,7 +33,7 @@ class ExpertRanks:
     replicas    ranks with copies of this rank's experts (mesh.edp); None: the optimizer's, as where ep = 1
     replica     this rank's place among those with other sequences (its dp coordinate), by which tokens are
                 ordered
-    balancing   of the model; None: a new one, which counts this rank's tokens alone
+    balancing   of the model; None: a new one, for ranks without others that have other sequences (dp = 1)
     """
 
     parallel: ExpertParallel | None = None
@@ -44,19 +44,35 @@ class ExpertRanks:
 
 
 def expert_layers(
-    tp: TensorParallel, context: ContextParallel | None, experts: ExpertRanks
+    config: LlamaConfig, tp: TensorParallel, context: ContextParallel | None, experts: ExpertRanks
 ) -> dict[str, Any]:
     """Return the fields of `Layers` that are about experts."""
     split = experts.split and tp.size > 1
+    tokens = ExpertTokens(tp, split, context, experts.replica)
     column = partial(ColumnParallelLinear, tp=tp, bias=False, enter=False, draw=False)
     return {
         "experts": experts.parallel,
         "expert_replicas": experts.replicas,
         "expert_column_linear": column if split else Linear,
         "expert_row_linear": partial(_PartialRowLinear, tp=tp) if split else Linear,
-        "expert_tokens": ExpertTokens(tp, split, context, experts.replica),
-        "balancing": experts.balancing,
+        "expert_tokens": tokens,
+        "balancing": experts.balancing or _balancing_within(config, tokens),
     }
+
+
+def _balancing_within(config: LlamaConfig, tokens: ExpertTokens) -> Balancing | None:
+    """Return what balances experts over the ranks that share sequences."""
+    if config.experts is None:
+        return None
+    comms = [tokens.tp.comm] if tokens.tp is not None and tokens.are_shared_out else []
+    if tokens.context is not None and tokens.context.comm.size > 1:
+        comms.append(tokens.context.comm)
+    if len(comms) > 1:
+        raise LayoutError(
+            "tp and cp both divide the tokens of a sequence, and loads are counted over both; give "
+            "ExpertRanks(balancing=Balancing(experts, mesh.comm('dp', 'cp', 'tp'), mesh.comm('cp', 'tp')))"
+        )
+    return Balancing(config.experts, *comms, *comms)
 
 
 class _PartialRowLinear(RowParallelLinear):

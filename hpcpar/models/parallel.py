@@ -90,7 +90,7 @@ def parallel_layers(
         sequence_multiple=tp.size if tp.sequence_parallel else 1,
         attention=causal_attention if context is None else context.model_attention,
         context=context,
-        **expert_layers(tp, context, experts),
+        **expert_layers(config, tp, context, experts),
         places=None if context is None else partial(_own_places, context, tp),
     )
 

@@ -322,6 +322,43 @@ def test_widths_that_do_not_divide_are_named(config: LlamaConfig, words: str) ->
     assert all(words in told for told in run_loopback(2, on_rank))
 
 
+@pytest.mark.parametrize(
+    ("axes", "sequence_parallel"),
+    [({"tp": 2, "etp": 2}, True), ({"tp": 2, "etp": 2}, False), ({"cp": 2}, False)],
+)
+def test_without_a_balancing_loads_are_counted_over_ranks_that_share_sequences(
+    axes: dict[str, int], sequence_parallel: bool
+) -> None:
+    truth = serial_step(SMALL)
+
+    def on_rank(comm: Communicator) -> dict[int, LayerBalance]:
+        mesh = Mesh(comm, axes)
+        tp = TensorParallel(mesh.tp, sequence_parallel=sequence_parallel)
+        context = ContextParallel(mesh.cp) if mesh.cp.size > 1 else None
+        model = Llama(SMALL, parallel_layers(SMALL, tp, context=context), seed=1).double()
+        with context.using(Mask(SEQUENCE)) if context else torch.enable_grad():
+            model(batch()[0])
+        assert model.balancing is not None
+        return model.balancing.finish_step()
+
+    for found in run_loopback(2, on_rank):
+        for layer, balance in truth.balance.items():
+            assert found[layer].loads == balance.loads
+            assert found[layer].balance_loss == pytest.approx(balance.balance_loss, rel=1e-11)
+
+
+def test_over_tp_and_cp_a_balancing_is_to_be_given() -> None:
+    def on_rank(comm: Communicator) -> str:
+        mesh = Mesh(comm, {"cp": 2, "tp": 2, "etp": 2})
+        with pytest.raises(LayoutError) as caught:
+            parallel_layers(
+                SMALL, TensorParallel(mesh.tp, sequence_parallel=True), context=ContextParallel(mesh.cp)
+            )
+        return str(caught.value)
+
+    assert all("give ExpertRanks(balancing=" in told for told in run_loopback(4, on_rank))
+
+
 def test_an_unused_ffn_size_need_not_divide() -> None:
     config = replace(SMALL, ffn_size=25, experts=Experts(6, 2, 12))
     run_loopback(2, lambda comm: parallel_layers(config, comm))
