@@ -31,7 +31,7 @@ from hpcpar.tensor_parallel import TensorParallel
 SEQUENCE = 1
 """Dim of S in [B, S, H]."""
 
-REPLICA = 1 << 40
+REPLICA = 1 << 32
 """Distance between the positions of replicas: more tokens than one has in a microbatch."""
 
 

@@ -18,6 +18,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import LayoutError, MismatchError, OperationError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.expert_parallel.dispatch import Dispatch, between_nodes, rows_sent
+from hpcpar.expert_parallel.exchange import POSITIONS
 from hpcpar.partition import bounds
 from tests.command import until
 
@@ -473,15 +474,17 @@ def test_with_halves_progress_is_made_between_experts_in_backward_too(
     assert len(calls) == 3 + halves
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("options", [{"stages": 1}, {"stages": 2}, {"stages": 2, "sum_on_node": True}])
 @pytest.mark.parametrize("frozen", ["hidden", "hidden and weights", "weights", "experts"])
 @pytest.mark.parametrize("count", [2, 8])
-def test_what_is_frozen_has_no_gradient_and_the_rest_the_same(frozen: str, stages: int, count: int) -> None:
+def test_what_is_frozen_has_no_gradient_and_the_rest_the_same(
+    frozen: str, options: dict[str, object], count: int
+) -> None:
     problem = Problem.random(count=count)
     true = serial(problem)
 
     def gradients(comm: Communicator) -> list[Tensor | None]:
-        ep = ExpertParallel(comm, problem.count, stages=stages)  # type: ignore[arg-type]
+        ep = ExpertParallel(comm, problem.count, **options)  # type: ignore[arg-type]
         mine = slice(*bounds(len(problem.hidden), comm.size)[comm.rank])
         hidden, weights = problem.hidden[mine].clone(), problem.weights[mine].clone()
         first, second = experts_of(problem, ep)
@@ -678,6 +681,12 @@ def test_ranks_that_differ_are_named_on_every_rank(change: Callable, words: str)
 
     for said in run_loopback(3, call):
         assert re.search(f"rank 2 asked for.*{words}", said)
+
+
+def test_positions_of_as_many_replicas_as_there_may_be_fit() -> None:
+    from hpcpar.models.expert_tokens import REPLICA
+
+    assert 65_536 * REPLICA <= POSITIONS
 
 
 def test_layouts_that_differ_or_cannot_be_are_refused() -> None:
