@@ -109,7 +109,7 @@ def efficient_backward(
     )
     of_queries, of_keys, of_values = (tensor[..., :size] for tensor in of_inputs[:3])
     shared = keys_values[0].shape
-    if keys.shape[1] != shared[1]:  # one for each query head of a group
+    if queries.shape[1] != shared[1]:  # one for each query head of a group
         of_keys, of_values = (
             tensor.sum(1, dtype=wide(tensor.dtype)).view(shared) for tensor in (of_keys, of_values)
         )
