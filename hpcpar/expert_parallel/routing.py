@@ -73,7 +73,8 @@ def _best(values: Tensor, count: int) -> Tensor:
 
     torch.topk promises no order of equal values.
     """
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()  # a view would keep the whole order for backward
 
 
 def within_capacity(

@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import LlamaConfig, RecomputeMode
 
 ActivationKind = Literal["layer's input", "between the blocks", "within the blocks", "attention core"]
@@ -138,6 +139,15 @@ def llama_layer_nbytes(
         their norms      input, normalized input, 1/σ                        2·T·(A + K)D/t + T·(A + K)/t
         feed-forward     gate, silu(gate), up, their product                 4·T·F/t
 
+    With experts the model's last layer is taken: E experts of width m, k for a token, split over the t ranks
+    as the other layers are, with all tokens kept and no losses. In place of gate and up's input and of the
+    feed-forward there are
+
+        router           input, scores, weights; before they are renormalised; int64 numbers of 8 bytes
+                                                                T'H + T'·E + T·k; T'·(k + 1); T'·k
+        experts          rows, gate, silu(gate), up, their product, outputs   2·Tk·H + 4·Tk·m/t
+        shared expert    as a feed-forward, and its input where that is gathered
+
     selective   without the logarithms (a kernel that is not fused would keep S values for each of them)
     full        the layer's input: T'H
     norms of queries and keys are there with a qk_norm; of all heads together they have one 1/σ for a token
@@ -158,5 +168,24 @@ def llama_layer_nbytes(
     if config.qk_norm != "none":
         heads = (queries + key_values) // config.head_width
         attention += 2 * (queries + key_values) + (2 * tokens if config.qk_norm == "all" else heads)
-    feed_forward = 4 * tokens * config.ffn_width // tp
-    return (norms + inputs + attention + feed_forward) * itemsize
+    experts = config.experts_of(config.layers - 1)
+    if experts is None:
+        feed_forward = 4 * tokens * config.ffn_width // tp
+        return (norms + inputs + attention + feed_forward) * itemsize
+    is_gathered = tokens > own_tokens and not gather_again
+    entered = (
+        inputs // 2
+        + own_tokens * hidden
+        + (tokens * hidden if is_gathered and experts.shared_ffn_size else 0)
+    )
+    mixture = _mixture_values(experts, hidden, tokens, own_tokens, tp)
+    numbers = 8 * own_tokens * experts.per_token
+    return (norms + entered + attention + mixture) * itemsize + numbers
+
+
+def _mixture_values(experts: Experts, hidden: int, tokens: int, own_tokens: int, tp: int) -> int:
+    """Count the values that router, experts and shared expert keep beside their inputs."""
+    k = experts.per_token
+    router = own_tokens * experts.count + tokens * k + (own_tokens * (k + 1) if experts.renormalise else 0)
+    rows = tokens * k
+    return router + 2 * rows * hidden + 4 * (rows * experts.ffn_size + tokens * experts.shared_ffn_size) // tp

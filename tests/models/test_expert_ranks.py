@@ -182,6 +182,22 @@ def test_a_step_is_that_of_the_serial_model(
     require_same(run_loopback(size, on_rank), serial_step(config))
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("etp", [1, -1])
+def test_a_step_over_mpi_is_that_of_the_serial_model(
+    world: Communicator, etp: int, sequence_parallel: bool
+) -> None:
+    if world.size not in (1, 2, 4):
+        pytest.skip(f"heads and widths do not divide among {world.size} ranks")
+    size, config = world.size, config_with(**FORMS["sequence, capacity"])
+    axes = {"tp": size, "ep": size, "etp": 1} if etp == 1 else {"tp": size, "ep": 1, "etp": size}
+    found = step_on_ranks(world, config, axes, sequence_parallel=sequence_parallel)
+    gathered = world.allgather_object(found.gradients)
+    whole = {name: gradient for of_rank in gathered for name, gradient in of_rank.items()}
+    require_same([found._replace(gradients=whole)], serial_step(config))
+
+
 @pytest.mark.parametrize(
     "layout", [name for name, axes in LAYOUTS.items() if "cp" in axes and "dp" not in axes]
 )

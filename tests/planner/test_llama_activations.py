@@ -11,7 +11,7 @@ import torch
 from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import watch_activations
-from hpcpar.models import Llama, LlamaConfig, parallel_layers
+from hpcpar.models import Experts, Llama, LlamaConfig, parallel_layers
 from hpcpar.planner.activations import llama_layer_nbytes
 from hpcpar.tensor_parallel import TensorParallel
 from tests.grid import pairwise
@@ -66,6 +66,38 @@ def test_a_layer_keeps_what_the_formula_says(
 
     expected = llama_layer_nbytes(
         config_of(1, kv_heads),
+        BATCH,
+        SEQUENCE,
+        itemsize=dtype.itemsize,
+        tp=size,
+        mode=mode,  # type: ignore[arg-type]
+        **WAYS[way],
+    )
+    assert run_loopback(size, more) == [expected] * size
+
+
+MIXTURES = {
+    "mixtral": Experts(6, 2, 16),
+    "olmoe": Experts(6, 3, 16, renormalise=False),
+    "deepseek": Experts(6, 3, 16, score="sigmoid", scale=2.5, shared_ffn_size=24, bias_rate=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "way", "mode", "dtype"),
+    pairwise(MIXTURES, [1, 2, 4], WAYS, ["none", "full"], [torch.float32, torch.float64]),
+)
+def test_a_layer_with_experts_keeps_what_the_formula_says(
+    kind: str, size: int, way: str, mode: str, dtype: torch.dtype
+) -> None:
+    of_three, of_two = (replace(config_of(n, 8), experts=MIXTURES[kind]) for n in (3, 2))
+
+    def more(comm: Communicator) -> int:
+        three, two = (kept(comm, config, dtype, mode, WAYS[way]) for config in (of_three, of_two))
+        return three - two
+
+    expected = llama_layer_nbytes(
+        of_three,
         BATCH,
         SEQUENCE,
         itemsize=dtype.itemsize,

@@ -171,7 +171,7 @@ class CudaDriver:
 
     def export_memory(self, base: int) -> bytes:
         """The IPC handle of the whole allocation, for another process of this node."""
-        return ctypes.string_at(_result(self._cuda.cuIpcGetMemHandle, base).getPtr(), HANDLE_NBYTES)
+        return _octets(_result(self._cuda.cuIpcGetMemHandle, base))
 
     def open_memory(self, handle: bytes) -> int:
         """Map another process's allocation and return its address here, until close_memory."""
@@ -226,7 +226,7 @@ class CudaDriver:
 
     def export_event(self, event: int) -> bytes:
         """The IPC handle of the event, for another process of this node."""
-        return ctypes.string_at(_result(self._cuda.cuIpcGetEventHandle, event).getPtr(), HANDLE_NBYTES)
+        return _octets(_result(self._cuda.cuIpcGetEventHandle, event))
 
     def open_event(self, handle: bytes) -> int:
         """Another process's event, until destroy_event."""
@@ -258,8 +258,16 @@ def _shown(arguments: tuple[Any, ...]) -> str:
     return ", ".join(hex(number) if number >= 2**32 else str(number) for number in numbers)
 
 
+# Not all versions of cuda-bindings have an attribute for the bytes of an IPC handle. Its memory goes with it.
+
+
+def _octets(handle: Any) -> bytes:
+    """The bytes of an IPC handle."""
+    return ctypes.string_at(handle.getPtr(), HANDLE_NBYTES)
+
+
 def _filled(handle: Any, octets: bytes) -> Any:
-    """An IPC handle with these bytes; not all versions of cuda-bindings have an attribute for them."""
+    """An IPC handle with these bytes."""
     ctypes.memmove(handle.getPtr(), octets, HANDLE_NBYTES)
     return handle
 

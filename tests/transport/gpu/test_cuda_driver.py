@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +294,33 @@ def test_what_the_driver_refuses_is_an_error_with_the_call_and_what_to_do(cuda, 
             call(*arguments)
     for address in (base, pooled):
         cuda.free(address)
+
+
+class Handle:
+    """An IPC handle of cuda-bindings whose memory is seen to go with it."""
+
+    def __init__(self):
+        self._memory = ctypes.create_string_buffer(bytes(range(64)), 64)
+        freed.append(self._memory)
+
+    def getPtr(self):  # noqa: N802
+        return ctypes.addressof(self._memory)
+
+    def __del__(self):
+        ctypes.memset(self._memory, 0, 64)
+
+
+freed = []
+"""What handles leave, so that it is not used again."""
+
+
+def test_a_handle_is_read_before_its_memory_goes(cuda, monkeypatch):
+    def exported(_):
+        return 0, Handle()
+
+    bindings = types.SimpleNamespace(cuIpcGetMemHandle=exported, cuIpcGetEventHandle=exported)
+    monkeypatch.setattr(cuda, "_cuda", bindings)
+    assert cuda.export_memory(1) == cuda.export_event(1) == bytes(range(64))
 
 
 # Streams and events
