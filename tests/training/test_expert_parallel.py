@@ -89,9 +89,7 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
 ) -> None:
     alone, expected = of_one_process(*MODEL, *of_model(options))
     together = config_of(*MODEL, *options, name="together")
-    # The theory says nothing of what ranks that share layers exchange around experts.
-    unknown = {None} if "mesh.tp=2" in options else set()
-    require_serial(together, trained(together, size), alone, expected, unknown)
+    require_serial(together, trained(together, size), alone, expected)
     mine, theirs = (
         [
             record["experts"]
