@@ -64,6 +64,19 @@ def test_a_sequence_beyond_the_limit_trains_where_four_ranks_share_it(run_ranks:
     assert told[1] == pytest.approx(told[0], abs=2e-4)  # float32, printed with four digits
 
 
+def test_experts_that_two_ranks_divide_learn_what_those_of_each_rank_do(run_ranks: RunRanks) -> None:
+    example = str(ROOT / "examples" / "mixture.py")
+    told = []
+    for ep in ("1", "2"):
+        done = run_ranks(2, example, "--steps", "4", "--experts", "5", "--ep", ep)
+        assert done.returncode == 0, done.stderr
+        told.append(
+            [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+        )
+    assert len(told[0]) == 4
+    assert told[1] == pytest.approx(told[0], abs=2e-4)  # float32, printed with four digits
+
+
 def test_no_steps_are_refused_before_the_job_starts(run_ranks: RunRanks) -> None:
     done = run_ranks(1, EXAMPLE, *TINY, "--steps", "0")
     assert done.returncode == 2

@@ -30,6 +30,7 @@ TRAINING = {
     "3d": (2, 2, 1),
     "container": (1, 1, 1),
     "context": (1, 1, 1),
+    "experts": (1, 1, 1),
     "flux-many-nodes": (1, 1, 1),
     "flux-single-node": (1, 1, 0),
     "fsdp-tp": (1, 4, 3),

@@ -1,4 +1,4 @@
-"""`hpcpar draw ring --size 4`: the steps of a collective; `pipeline`, `context`, `experts`, `activations`."""
+"""`hpcpar draw ring --size 4`: the steps of a collective; `pipeline`, `context`, `experts`, …"""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ COMMANDS: Commands = {
         "hpcpar.cli.draw_experts",
         "experts",
         "Expert parallelism: loads of experts, and who sends how many rows to whom.",
+    ),
+    "balance": (
+        "hpcpar.cli.draw_balance",
+        "balance",
+        "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
     "activations": (
         "hpcpar.cli.draw_activations",

@@ -33,7 +33,7 @@ from hpcpar.expert_parallel.exchange import (
 )
 from hpcpar.expert_parallel.mix_call import MixCall
 from hpcpar.expert_parallel.two_stages import TwoStageDraft
-from hpcpar.partition import bounds
+from hpcpar.partition import bounds, counts
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class ExpertParallel:
         has_two = comm.size > 1 and (stages == 2 or (stages == "auto" and has_lanes))
         self.node = comm.split_by_node(f"{comm.name} within nodes") if has_two else None
         self._channels = Channels.of(comm)
+        most = 1 + (2 if halves else 1) * (2 + counts(count, comm.size)[0])
+        self._notes, self._heard = (torch.zeros(comm.size, most, dtype=torch.int64) for _ in range(2))
         self._on_node = None if self.node is None else Channels.of(self.node)
 
     def progress(self, outputs: Tensor | None = None) -> None:
@@ -169,13 +171,12 @@ class ExpertParallel:
         drafts = [] if problem else [self._draft(call.part(half)) for half in halves]
         described = problem or call.described()
         digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
-        told, lengths = [], []
+        told = []
         for rank, (start, stop) in enumerate(bounds(self.count, self.comm.size)):
             parts = [[*draft.to_gateways[rank], *draft.counts[start:stop]] for draft in drafts]
-            parts = parts or [[0] * (2 + stop - start)] * len(halves)
-            told += [digest, *chain(*parts)]
-            lengths.append(1 + sum(map(len, parts)))
-        heard = self._exchanged(told, lengths)
+            own = [digest, *chain(*parts)]
+            told.append(own + [0] * (self._notes.shape[1] - len(own)))
+        heard = self._exchanged(told)
         if any(numbers[0] != digest for numbers in heard):
             require_same(self.comm, f"ExpertParallel.mix({described})")
         if problem:
@@ -193,16 +194,13 @@ class ExpertParallel:
             return OneStageDraft(self._channels, to)
         return TwoStageDraft(self._channels, self._on_node, self._nodes, to, sums=self.sum_on_node)
 
-    def _exchanged(self, told: list[int], lengths: list[int]) -> list[list[int]]:
+    def _exchanged(self, told: list[list[int]]) -> list[list[int]]:
         """Give each rank its numbers; return those from each."""
-        own = lengths[self.comm.rank]
         if self.comm.size == 1:
-            return [told]
-        heard = torch.empty(self.comm.size * own, dtype=torch.int64)
-        self._channels.notes.alltoall(
-            torch.tensor(told), out=heard, send_counts=lengths, receive_counts=[own] * self.comm.size
-        )
-        return heard.view(self.comm.size, own).tolist()
+            return told
+        # The same memory for each call, whose collective is then compiled once.
+        self._notes.copy_(torch.tensor(told))
+        return self._channels.notes.alltoall(self._notes, out=self._heard).tolist()  # type: ignore[no-any-return]
 
 
 def _halves(tokens: int) -> list[slice]:

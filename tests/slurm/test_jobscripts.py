@@ -184,6 +184,12 @@ def test_ranks_of_a_node_share_each_sequence(submit: Submit) -> None:
     assert "crosses" not in job.output  # no warning that sequences are divided over nodes
 
 
+def test_ranks_of_a_node_divide_the_experts(submit: Submit) -> None:
+    words = ("model.preset=tiny-moe", "mesh.ep=2")
+    job = submit.trained("experts", "--ntasks-per-node=2", words=words)
+    assert "ranks: 4 (dp=4, ep=2)" in job.output
+
+
 def test_all_three_axes(submit: Submit) -> None:
     job = submit.trained("3d")
     assert "ranks: 8 (pp=2 x dp=2 x tp=2)" in job.output
