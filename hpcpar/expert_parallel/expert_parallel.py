@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hpcpar.algorithms.topology import map_nodes
+from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import LayoutError, OperationError
 from hpcpar.expert_parallel.dispatch import owners
@@ -35,9 +36,6 @@ from hpcpar.expert_parallel.mix_call import MixCall
 from hpcpar.expert_parallel.two_stages import TwoStageDraft
 from hpcpar.partition import bounds, counts
 from hpcpar.uncompiled import uncompiled
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 Stages = Literal["auto", 1, 2]
@@ -92,6 +90,15 @@ class ExpertParallel:
         most = 1 + (2 if halves else 1) * (2 + counts(count, comm.size)[0])
         self._notes, self._heard = (torch.zeros(comm.size, most, dtype=torch.int64) for _ in range(2))
         self._on_node = None if self.node is None else Channels.of(self.node)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out a communicator of one rank, so that a serial model can be copied and saved."""
+        if self.comm.size > 1:
+            return self.__dict__
+        return {name: getattr(self, name) for name in ("count", "stages", "halves", "sum_on_node")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(Communicator.alone(), **state)  # type: ignore[misc]
 
     def progress(self, outputs: Tensor | None = None) -> None:
         """Advance rows that travel; to be called by `compute` between experts.
