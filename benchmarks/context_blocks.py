@@ -48,7 +48,7 @@ def times(options: argparse.Namespace, is_fused: bool) -> list[float]:
     def step() -> None:
         for rows, keys, causal in blocks:
             block = Block(options.head_size**-0.5, causal)
-            kernel = kernel_for(queries, keys, block) if is_fused else PLAIN
+            kernel = kernel_for(queries, block) if is_fused else PLAIN
             both_ways(kernel, queries[:, :, rows], keys, gradient[:, :, rows], block)
 
     found = []

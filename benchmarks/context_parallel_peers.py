@@ -29,7 +29,7 @@ from torch.nn import functional
 from training_peers import Peer, Recipe, Solo, Task, deepspeed
 
 from hpcpar.context_parallel import ContextParallel, Mask, Span
-from hpcpar.context_parallel.block import Block
+from hpcpar.context_parallel.block import Block, KeysValues
 from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.travel import Travel
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
@@ -121,19 +121,17 @@ class NoTravel(Travel):
     def tokens(self, owner: int) -> tuple[Span, ...]:
         return (Span(0, self.plan.counts[owner]),)
 
-    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
         yield self.rank, own
+        batch, heads, own_count, size = own[0].shape
         for owner, count in enumerate(self.plan.counts):
             if owner != self.rank:
-                yield (
-                    owner,
-                    own if count == own.shape[-2] else own.new_zeros(*own.shape[:3], count, own.shape[4]),
-                )
+                yield owner, own if count == own_count else own[0].new_zeros(2, batch, heads, count, size)
 
     def send_home(self, owner: int, gradients: Tensor) -> None:
         pass
 
-    def add_at_home(self, gradients: Tensor) -> None:
+    def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         pass
 
 

@@ -21,11 +21,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.random_by_place import kept_by_place
-from hpcpar.context_parallel.block import Block, wide
+from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
 from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.mask import Span
 from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
-from hpcpar.context_parallel.travel import Travel, number_in, packed
+from hpcpar.context_parallel.travel import Travel, number_in
 
 
 def places_in(spans: Spans) -> Tensor:
@@ -105,60 +105,79 @@ class Attention(Function):
             out = torch.zeros_like(queries, dtype=sums)
             lse = torch.full(queries.shape[:-1], -torch.inf, dtype=sums, device=queries.device)
         travel, kept = call.travel(), []
-        for owner, theirs in travel.keys(packed(keys, values)):
+        for owner, theirs in travel.keys((keys, values)):
             for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
-                part = attend(queries[:, :, rows], theirs[..., columns, :], block)
+                part = attend(queries[:, :, rows], _tokens(theirs, columns), block)
                 if owner == call.rank and begins_whole:
                     out, lse = part[0].to(sums), part[1]
                 elif owner == call.rank:  # first, and once for each query
                     out[:, :, rows], lse[:, :, rows] = part
                 else:
                     merge(out[:, :, rows], lse[:, :, rows], *part)
-            if call.keep:
+            if call.keep and owner == call.rank:
+                keys, values = theirs  # which may be part of what all ranks' are gathered in
+            elif call.keep:
                 kept.append((owner, theirs))
         result = out.to(queries.dtype)
         ctx.call, ctx.owners = call, [owner for owner, _ in kept]
-        # What is kept has this rank's own keys and values, too.
-        held = [theirs for _, theirs in kept] if call.keep else [keys, values]
-        ctx.save_for_backward(queries, result, lse, *held)
+        ctx.save_for_backward(queries, result, lse, keys, values, *(theirs for _, theirs in kept))
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        queries, out, lse, *held = ctx.saved_tensors
+        queries, out, lse, keys, values, *kept = ctx.saved_tensors
         call: Call = ctx.call
-        travel = call.travel()
-        sums = wide(queries.dtype)
-        begins_whole = call.begins_whole
-        if not begins_whole:
-            of_queries = torch.zeros_like(queries, dtype=sums)
-        fetched: Iterable[tuple[int, Tensor]]
-        fetched = zip(ctx.owners, held, strict=True) if call.keep else travel.keys(packed(*held))
+        travel, own = call.travel(), (keys, values)
+        of_queries: Tensor | None = None
+        fetched: Iterable[tuple[int, KeysValues]]
+        of_others = zip(ctx.owners, kept, strict=True)
+        fetched = [(call.rank, own), *of_others] if call.keep else travel.keys(own)
         for owner, theirs in fetched:
-            is_begin = begins_whole and owner == call.rank
-            if not is_begin:
-                of_theirs = torch.zeros_like(theirs, dtype=sums)
+            sums = _Sums(queries, theirs, of_queries)
             for task, block in call.blocks(owner, queries):
                 rows, columns = slice(*task.queries), slice(*number_in(travel.tokens(owner), task.keys))
-                parts = attend_backward(
-                    gradient[:, :, rows],
-                    queries[:, :, rows],
-                    theirs[..., columns, :],
-                    (out[:, :, rows], lse[:, :, rows]),
-                    block,
-                )
-                if is_begin:
-                    of_queries = parts.queries.to(sums)
-                    of_theirs = torch.stack((parts.keys, parts.values)).to(sums)
-                    continue
-                of_queries[:, :, rows] += parts.queries
-                of_theirs[0][:, :, columns] += parts.keys
-                of_theirs[1][:, :, columns] += parts.values
+                inputs = gradient[:, :, rows], queries[:, :, rows], _tokens(theirs, columns)
+                sums.add(attend_backward(*inputs, (out[:, :, rows], lse[:, :, rows]), block), rows, columns)
+            of_queries, of_keys, of_values = sums.totals()
             if owner == call.rank:
-                of_own = of_theirs
+                of_own = of_keys, of_values
             else:
-                travel.send_home(owner, of_theirs)
+                travel.send_home(owner, torch.stack((of_keys, of_values)))
         travel.add_at_home(of_own)
-        return of_queries.to(queries.dtype), *of_own.to(queries.dtype), None
+        assert of_queries is not None, "this rank's own keys always come"
+        return of_queries.to(queries.dtype), of_own[0].to(keys.dtype), of_own[1].to(values.dtype), None
+
+
+class _Sums:
+    """Sums of blocks' gradients of the queries, and of the keys and values of one owner."""
+
+    def __init__(self, queries: Tensor, keys_values: KeysValues, of_queries: Tensor | None) -> None:
+        self._inputs = queries, *keys_values
+        self._sums: list[Tensor | None] = [of_queries, None, None]
+
+    def add(self, parts: Gradients, rows: slice, columns: slice) -> None:
+        for place, (part, tokens) in enumerate(zip(parts, (rows, columns, columns), strict=True)):
+            total = self._sums[place]
+            if total is None and part.shape == self._inputs[place].shape:
+                self._sums[place] = part.to(wide(part.dtype))  # a kernel's own tensor, which nobody else has
+                continue
+            if total is None:
+                total = self._sums[place] = self._zeros(place)
+            total[:, :, tokens] += part
+
+    def totals(self) -> tuple[Tensor, Tensor, Tensor]:
+        of_queries, of_keys, of_values = (
+            self._zeros(place) if total is None else total for place, total in enumerate(self._sums)
+        )
+        return of_queries, of_keys, of_values
+
+    def _zeros(self, place: int) -> Tensor:
+        like = self._inputs[place]
+        return torch.zeros_like(like, dtype=wide(like.dtype))
+
+
+def _tokens(keys_values: KeysValues, columns: slice) -> tuple[Tensor, Tensor]:
+    keys, values = keys_values
+    return keys[:, :, columns], values[:, :, columns]

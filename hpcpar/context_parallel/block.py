@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+KeysValues = Tensor | tuple[Tensor, Tensor]
+"""Keys and values [B, K, M, D], as one tensor [2, B, K, M, D] or as two."""
+
 
 class Gradients(NamedTuple):
     queries: Tensor

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpcpar.context_parallel.block import Block, Gradients, wide
+from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -52,7 +52,7 @@ def fused_kernel(
     return "efficient" if dtype in (torch.float16, torch.float32) and capability >= (7, 0) else None
 
 
-def flash(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def flash(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `attend` does."""
     size = queries.shape[-1]
     out, lse = _FLASH(*_aligned(queries, *keys_values), 0.0, block.causal, scale=block.scale)[:2]
@@ -60,11 +60,11 @@ def flash(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, T
 
 
 def flash_backward(
-    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
     """Return the block's part of the gradients, as `attend_backward` does."""
     (out, lse), size = merged, queries.shape[-1]
-    lengths = queries.shape[2], keys_values.shape[3]
+    lengths = queries.shape[2], keys_values[0].shape[2]
     of_inputs = _FLASH_BACKWARD(
         *_aligned(gradient, queries, *keys_values, out),
         lse.contiguous(),
@@ -75,7 +75,7 @@ def flash_backward(
     return Gradients(*(tensor[..., :size] for tensor in of_inputs))
 
 
-def efficient(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def efficient(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `attend` does."""
     count, size = queries.shape[-2:]
     grouped, keys, values = _by_group(*_aligned(queries, *keys_values))
@@ -90,7 +90,7 @@ def efficient(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tenso
 
 
 def efficient_backward(
-    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
     """Return the block's part of the gradients, as `attend_backward` does."""
     (out, lse), size = merged, queries.shape[-1]
@@ -108,7 +108,7 @@ def efficient_backward(
         scale=block.scale,
     )
     of_queries, of_keys, of_values = (tensor[..., :size] for tensor in of_inputs[:3])
-    shared = keys_values.shape[1:]
+    shared = keys_values[0].shape
     if queries.shape[1] != shared[1]:  # one for each query head of a group
         of_keys, of_values = (
             tensor.sum(1, dtype=wide(tensor.dtype)).view(shared) for tensor in (of_keys, of_values)

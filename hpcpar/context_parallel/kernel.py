@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcpar.context_parallel.block import Block, Gradients, wide
+from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
 from hpcpar.context_parallel.fused_cuda import (
     efficient,
     efficient_backward,
@@ -39,29 +39,29 @@ _FOR_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_b
 class Kernel(NamedTuple):
     """Attention of a block and its backward, with the arguments of `attend` and of `attend_backward`."""
 
-    forward: Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Block], Gradients]
+    forward: Callable[[Tensor, KeysValues, Block], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, KeysValues, tuple[Tensor, Tensor], Block], Gradients]
 
 
-def attend(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def attend(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
     """Return out [B, A, N, D] in the queries' type, and lse [B, A, N] in float32, or float64 for such.
 
-    queries [B, A, N, D], keys and values [2, B, K, M, D] with A a multiple of K; N and M at least 1
+    queries [B, A, N, D], keys and values [B, K, M, D] with A a multiple of K; N and M at least 1
     """
-    return kernel_for(queries, keys_values, block).forward(queries, keys_values, block)
+    return kernel_for(queries, block).forward(queries, keys_values, block)
 
 
 def attend_backward(
-    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
     """Return the block's part of the gradients, given the out and lse merged over all blocks.
 
     gradient, out   [B, A, N, D], in the queries' type
     """
-    return kernel_for(queries, keys_values, block).backward(gradient, queries, keys_values, merged, block)
+    return kernel_for(queries, block).backward(gradient, queries, keys_values, merged, block)
 
 
-def kernel_for(queries: Tensor, keys_values: Tensor, block: Block) -> Kernel:
+def kernel_for(queries: Tensor, block: Block) -> Kernel:
     """Return the kernel that computes this block."""
     if block.weights is not None:
         return PLAIN
@@ -88,7 +88,7 @@ def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> N
     lse.copy_(merged)
 
 
-def _for_cpu(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _for_cpu(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
     mask = _additive(block, queries.dtype)
     out, lse = _FOR_CPU(queries, *keys_values, 0.0, block.causal, attn_mask=mask, scale=block.scale)
     if block.allowed is not None:
@@ -97,7 +97,7 @@ def _for_cpu(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor
 
 
 def _for_cpu_backward(
-    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
     inputs = (gradient, queries, *keys_values, *merged)
     mask = _additive(block, queries.dtype)
@@ -123,7 +123,7 @@ def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
     return scores
 
 
-def _plain(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _plain(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
     keys, values = keys_values
     scores = _scores(queries, keys, block)
     lse = scores.logsumexp(-1)
@@ -136,7 +136,7 @@ def _plain(queries: Tensor, keys_values: Tensor, block: Block) -> tuple[Tensor, 
 
 
 def _plain_backward(
-    gradient: Tensor, queries: Tensor, keys_values: Tensor, merged: tuple[Tensor, Tensor], block: Block
+    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
 ) -> Gradients:
     (keys, values), (out, lse) = keys_values, merged
     groups = (keys.shape[1], -1)

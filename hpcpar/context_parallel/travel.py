@@ -1,9 +1,9 @@
 """Keys and values on their way to the ranks whose queries need them, and their gradients on the way home.
 
 Shape letters: B batch, K key-value heads, N tokens of some owner, D head size. Keys and values travel
-together, as one tensor [2, B, K, N, D] for each owner.
+together, as one tensor [2, B, K, N, D] for each owner; a rank's own stay where they are.
 
-    for owner, theirs in travel.keys(own):         # this rank's own come first, while the others' travel
+    for owner, theirs in travel.keys((keys, values)):   # this rank's own come first, while the others' travel
         …compute with them…
         travel.send_home(owner, gradients)         # in backward, of each but its own
     travel.add_at_home(own_gradients)
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hpcpar.context_parallel.block import KeysValues
 from hpcpar.context_parallel.mask import Span
 from hpcpar.context_parallel.plan import Move, Plan, Spans
 from hpcpar.partition import offsets
@@ -34,7 +35,7 @@ class Travel(Protocol):
         """Return the numbers of the owner's tokens whose keys come to this rank."""
         ...
 
-    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
         """Send this rank's keys and values; yield (owner, keys and values), its own first, in fixed order."""
         ...
 
@@ -42,23 +43,19 @@ class Travel(Protocol):
         """Send the gradients of what `keys` yielded for another owner, in the same order."""
         ...
 
-    def add_at_home(self, gradients: Tensor) -> None:
-        """Wait, and add all other ranks' gradients of this rank's keys to its own [2, B, K, N, D]."""
+    def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
+        """Wait, and add all other ranks' gradients of this rank's keys and values to its own, in place."""
         ...
 
 
-def packed(keys: Tensor, values: Tensor) -> Tensor:
-    """Return keys and values [B, K, N, D] as one new tensor [2, B, K, N, D]."""
-    return torch.stack((keys.detach(), values.detach()))
-
-
-def select(tensor: Tensor, spans: Spans) -> Tensor:
-    """Return the tokens with these numbers, contiguous: [2, B, K, N, D] -> [2, B, K, n, D]."""
-    return torch.cat([tensor[..., start:stop, :] for start, stop in spans], dim=-2)
+def packed(keys_values: KeysValues, spans: Spans) -> Tensor:
+    """Return the keys and values of the tokens with these numbers, contiguous: [2, B, K, n, D]."""
+    parts = [torch.stack([each[..., start:stop, :] for each in keys_values]) for start, stop in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def number_in(spans: Spans, tokens: Span) -> Span:
-    """Return where tokens with these numbers are in what `select` returns; they lie in one of the spans."""
+    """Return where tokens with these numbers are in what `packed` returns; they lie in one of the spans."""
     before = offsets([span.length for span in spans])
     for span, first in zip(spans, before, strict=False):
         if span.start <= tokens.start and tokens.stop <= span.stop:
@@ -95,13 +92,14 @@ class MessageTravel:
             return self._own
         return next((move.tokens for move in self._incoming if move.owner == owner), ())
 
-    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
         steps = 1 + max((move.step for move in self._incoming), default=-1)
-        coming = self._post(0, own)
+        like = own[0]
+        coming = self._post(0, like)
         leaving = self._pass_on(self._comm.rank, own)
         yield self._comm.rank, own
         for step in range(steps):
-            following = self._post(step + 1, own)
+            following = self._post(step + 1, like)
             sent, leaving = leaving, []
             for move, handle, tensor in coming:
                 handle.wait()
@@ -116,18 +114,20 @@ class MessageTravel:
     def send_home(self, owner: int, gradients: Tensor) -> None:
         for move in self._back:
             if move.owner == owner:
-                gradients += self._receive(move, gradients)
+                gradients += self._receive(move, gradients[0])
         leaving = gradients.to(self._dtype)
         handle = self._comm.start_send(leaving, self._onward[owner].receiver, GRADIENTS_TAG)
         self._leaving.append((handle, leaving))
 
-    def add_at_home(self, gradients: Tensor) -> None:
+    def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         for move in self._back:
             if move.owner != self._comm.rank:
                 continue
-            others, first = self._receive(move, gradients), 0
+            first = 0
+            others = self._receive(move, gradients[0])
             for start, stop in move.tokens:
-                gradients[..., start:stop, :] += others[..., first : first + stop - start, :]
+                for own, theirs in zip(gradients, others, strict=True):
+                    own[..., start:stop, :] += theirs[..., first : first + stop - start, :]
                 first += stop - start
         for handle, _ in self._leaving:
             handle.wait()
@@ -141,14 +141,14 @@ class MessageTravel:
                 posted.append((move, self._comm.start_recv(tensor, move.sender, KEYS_TAG), tensor))
         return posted
 
-    def _pass_on(self, owner: int, held: Tensor) -> list[Any]:
+    def _pass_on(self, owner: int, held: KeysValues) -> list[Any]:
         """Start to send what this rank holds of an owner to whom it is to have it next."""
         started, cut = [], {}
         for move in self._outgoing:
             if move.owner == owner:
                 if move.tokens not in cut:
-                    is_whole = move.length == held.shape[-2]
-                    cut[move.tokens] = held if is_whole else select(held, move.tokens)
+                    is_ready = isinstance(held, Tensor) and move.length == held.shape[-2]
+                    cut[move.tokens] = held if is_ready else packed(held, move.tokens)
                 started.append(self._comm.start_send(cut[move.tokens], move.receiver, KEYS_TAG))
         return started
 
@@ -171,11 +171,12 @@ class GatherTravel:
     def tokens(self, owner: int) -> Spans:
         return (Span(0, self._plan.counts[owner]),)
 
-    def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        gathered = own.new_empty(sum(self._sizes(own)))
-        parts = self._parts(gathered, own)
-        mine = parts[self._comm.rank].copy_(own)
-        handle = self._comm.start_allgather(mine, counts=self._sizes(own), out=gathered)
+    def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
+        sizes = self._sizes(own[0])
+        gathered = own[0].new_empty(sum(sizes))
+        parts = self._parts(gathered, own[0])
+        mine = torch.stack(own, out=parts[self._comm.rank])
+        handle = self._comm.start_allgather(mine, counts=sizes, out=gathered)
         yield self._comm.rank, mine
         handle.wait()
         for owner, part in enumerate(parts):
@@ -183,14 +184,16 @@ class GatherTravel:
                 yield owner, part
 
     def send_home(self, owner: int, gradients: Tensor) -> None:
-        self._all(gradients)[owner].copy_(gradients)
+        self._all(gradients[0])[owner].copy_(gradients)
 
-    def add_at_home(self, gradients: Tensor) -> None:
-        parts = self._all(gradients)
-        parts[self._comm.rank].copy_(gradients)
+    def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
+        mine = self._all(gradients[0])[self._comm.rank]
+        for part, own in zip(mine, gradients, strict=True):
+            part.copy_(own)
         assert self._gradients is not None, "_all has made them"
-        own = self._comm.reduce_scatter(self._gradients, counts=self._sizes(gradients))
-        gradients.copy_(own.view(gradients.shape))
+        summed = self._comm.reduce_scatter(self._gradients, counts=self._sizes(gradients[0]))
+        for own, part in zip(gradients, summed.view(mine.shape), strict=True):
+            own.copy_(part)
         self._gradients = None
 
     def _all(self, like: Tensor) -> list[Tensor]:
@@ -200,14 +203,15 @@ class GatherTravel:
         return self._parts(self._gradients, like)
 
     def _sizes(self, like: Tensor) -> list[int]:
-        rest = 2 * like.shape[1] * like.shape[2] * like.shape[4]
+        rest = 2 * like.shape[0] * like.shape[1] * like.shape[3]
         return [count * rest for count in self._plan.counts]
 
     def _parts(self, flat: Tensor, like: Tensor) -> list[Tensor]:
-        shapes = [(*like.shape[:3], count, like.shape[4]) for count in self._plan.counts]
+        shapes = [(2, *like.shape[:2], count, like.shape[3]) for count in self._plan.counts]
         parts = torch.split(flat, self._sizes(like))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _room(like: Tensor, move: Move, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty((*like.shape[:3], move.length, like.shape[4]), dtype=dtype)
+    """Return memory for the keys and values, or gradients of them, that come; `like` is [B, K, any, D]."""
+    return like.new_empty((2, *like.shape[:2], move.length, like.shape[3]), dtype=dtype)

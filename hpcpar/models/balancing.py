@@ -81,8 +81,7 @@ class Balancing:
         tokens_per_step: int | None = None,
     ) -> None:
         self.sizes = sizes
-        self.comm = comm or Communicator.alone()
-        self.sequence_comm = sequence_comm or Communicator.alone()
+        self.comm, self.sequence_comm = comm, sequence_comm
         self.tokens_per_step = tokens_per_step
         self.gradient_scale: float | Tensor = 1.0
         self._layers: dict[int, _Layer] = {}
@@ -186,8 +185,8 @@ class Balancing:
             bias.copy_(updated_bias(bias, counts.to(bias.device), self.sizes.bias_rate))
 
 
-def _summed(tensor: Tensor, comm: Communicator) -> Tensor:
+def _summed(tensor: Tensor, comm: Communicator | None) -> Tensor:
     """Return the sum over ranks, in the tensor's own memory."""
-    if comm.size > 1:
+    if comm is not None and comm.size > 1:
         comm.allreduce(tensor)
     return tensor

@@ -133,13 +133,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    ("size", "method", "key_heads"),
-    [(1, "exchange", 2), (3, "exchange", 8), (3, "ring", 1), (4, "allgather", 2)],
+    ("size", "method", "heads", "key_heads"),
+    [(1, "exchange", 4, 2), (3, "exchange", 8, 8), (3, "ring", 8, 1), (4, "allgather", 8, 2)],
 )
 def test_blocks_of_both_kernels_make_the_attention_of_one_process(
-    mask: str, size: int, method: str, key_heads: int
+    mask: str, size: int, method: str, heads: int, key_heads: int
 ) -> None:
-    whole = tensors(8, key_heads, torch.float64)
+    whole = tensors(heads, key_heads, torch.float64)
     assert error(parallel(size, whole, MASKS[mask], method), serial(whole, MASKS[mask])) <= 5e-15
 
 
@@ -198,7 +198,7 @@ def test_the_kernel_is_one_that_the_gpu_has(
 
 
 @pytest.mark.parametrize("name", ["flash", "efficient"])
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(8, 8, 16), (8, 2, 20)])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(8, 8, 16), (8, 2, 20), (4, 2, 16)])
 def test_the_operators_of_this_torch_take_the_arguments_and_give_the_shapes(
     name: str, heads: int, key_heads: int, size: int
 ) -> None:
