@@ -49,8 +49,9 @@ class ExpertParallel:
     stages        1: a row goes straight to its expert. 2: a token goes to each node once, and there to its
                   experts. "auto": two where there are several nodes of several ranks, and tokens have several
                   experts
-    halves        tokens go in two halves: the second's rows travel while the first's experts compute, and
-                  `progress` is called between them. Products of half the rows are not the same to the bit
+    halves        tokens go in two halves: the second's rows travel while the first's experts compute, if
+                  that calls `progress`. For slow networks: products of half the rows take longer (a fifth
+                  more processor time, measured on two ranks), and have not the same bits
     sum_on_node   in two stages, outputs for one token on one node come home as their sum, and gradients of
                   rows, too: fewer bytes between nodes, and sums in another order
     errors        LayoutError; MismatchError on every rank whose ranks ask for different things
