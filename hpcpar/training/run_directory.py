@@ -203,7 +203,8 @@ class RunDirectory:
         if before.experts is None and now.experts is not None:
             raise CheckpointError(
                 f"{checkpoint} is of a model without experts, and there are experts.count = "
-                f"{now.experts.count} here; leave out model.experts and presets that have them, or start anew without --resume"
+                f"{now.experts.count} here; leave out model.experts and presets that "
+                "have them, or start anew without --resume"
             )
         changed = [key for key in MODEL_KEYS if _value(before, key) != _value(now, key)]
         if changed:
