@@ -71,7 +71,7 @@ def first_time(function: Callable[[], T]) -> T:
     if results is None and torch._C._current_graph_task_id() != -1:
         raise OperationError(
             "a layer that counts its tokens once is computed in backward, where torch's own checkpoint would "
-            "count them twice; recompute by hpcpar.autograd.recompute, or Llama(…, recompute=Recompute('full'))"
+            "count them twice; recompute by hpcpar.autograd.recompute, or build Llama(recompute=…)"
         )
     return function() if results is None else results.next(function)
 
