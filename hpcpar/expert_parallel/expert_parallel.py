@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class ExpertParallel:
         self.node = comm.split_by_node(f"{comm.name} within nodes") if has_two else None
         self._channels = Channels.of(comm)
         most = 1 + (2 if halves else 1) * (2 + counts(count, comm.size)[0])
-        self._notes, self._heard = (torch.zeros(comm.size, most, dtype=torch.int64) for _ in range(2))
+        self._told, self._heard = (np.zeros((comm.size, most), np.int64) for _ in range(2))
         self._on_node = None if self.node is None else Channels.of(self.node)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,7 +184,7 @@ class ExpertParallel:
         for rank, (start, stop) in enumerate(bounds(self.count, self.comm.size)):
             parts = [[*draft.to_gateways[rank], *draft.counts[start:stop]] for draft in drafts]
             own = [digest, *chain(*parts)]
-            told.append(own + [0] * (self._notes.shape[1] - len(own)))
+            told.append(own + [0] * (self._told.shape[1] - len(own)))
         heard = self._exchanged(told)
         if any(numbers[0] != digest for numbers in heard):
             require_same(self.comm, f"ExpertParallel.mix({described})")
@@ -207,8 +208,8 @@ class ExpertParallel:
         if self.comm.size == 1:
             return told
         # The same memory for each call, whose collective is then compiled once.
-        self._notes.copy_(torch.tensor(told))
-        return self._channels.notes.alltoall(self._notes, out=self._heard).tolist()  # type: ignore[no-any-return]
+        self._told[:] = told
+        return self._channels.notes.alltoall(self._told, out=self._heard).tolist()  # type: ignore[no-any-return]
 
 
 def _halves(tokens: int) -> list[slice]:

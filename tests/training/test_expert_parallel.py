@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.zero3 import summon_full_parameters
-from hpcpar.errors import ConfigError, LayoutError, OperationError
+from hpcpar.errors import CheckpointError, ConfigError, LayoutError, OperationError
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Config, Run
 from hpcpar.training.metrics import records_of
@@ -216,6 +216,40 @@ def test_a_run_is_resumed_with_experts_on_other_ranks(
 def test_a_run_with_capacity_and_biases_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
     told = (*MODEL, *BALANCED, "mesh.ep=2", "model.experts.capacity_factor=1.0", "optimizer.zero_stage=1")
     require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            (*MODEL, "model.experts.count=6"),
+            r"model\.experts\.count = 5 there, 6 here; set model\.experts\.count=5",
+        ),
+        (
+            (*MODEL, "model.experts.score=sigmoid"),
+            r'experts\.score = "softmax" there, "sigmoid" here; set model\.ex',
+        ),
+        (
+            [o for o in MODEL if "experts" not in o],
+            r"experts\.count = 5 there, null here; .* set model\.experts\.count=5",
+        ),
+    ],
+)
+def test_a_run_with_other_experts_is_not_resumed(
+    config_of: MakeConfig, options: tuple[str, ...], words: str
+) -> None:
+    trained(config_of(*MODEL, "train.steps=1"))
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of(*options), Communicator.alone(), resume=True)
+
+
+def test_a_run_resumed_with_another_balance_says_so(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of(*MODEL, "train.steps=1"))
+    trained(config_of(*MODEL, "train.steps=2", "model.experts.balance_loss=0.5"), resume=True)
+    assert "resuming with model.experts.balance_loss = 0.5, which was 0.0 before" in caplog.text
+    assert caplog.text.count("model.experts") == 1
 
 
 # --- what is said, and refused --------------------------------------------------------------------------
