@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd import DeferredGradients, Recompute
+from hpcpar.errors import OperationError
 from hpcpar.expert_parallel.losses import balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import route
 from hpcpar.models import Balancing, Experts, Layers, Llama, LlamaConfig, LlamaStages, generate
@@ -329,6 +331,17 @@ def test_recomputation_changes_no_gradient_and_counts_no_token_twice(mode: Any) 
     for name, gradient in found[0][0].items():
         assert torch.equal(found[1][0][name], gradient), name
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_by_torch_which_would_count_twice_is_refused(reentrant: bool) -> None:
+    block = a_block(Experts(4, 2, 8))
+    hidden = torch.randn(1, 5, 16, requires_grad=True)
+    output = checkpoint(block, hidden, use_reentrant=reentrant)
+    with pytest.raises(
+        OperationError, match=r"torch's own checkpoint would count .* hpcpar\.autograd\.recompute"
+    ):
+        output.sum().backward()
 
 
 def test_counts_and_biases_of_a_step_are_those_of_its_tokens() -> None:
