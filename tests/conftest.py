@@ -59,6 +59,7 @@ RANKS_ARE_THREADS = {
     "checkpoint",
     "comm",
     "data_parallel",
+    "expert_parallel",
     "models",
     "pipeline_parallel",
     "tensor_parallel",

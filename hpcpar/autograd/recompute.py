@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd.weight_grad_mode import DeferredGradients, under_way
+from hpcpar.errors import OperationError
 
 T = TypeVar("T")
 
@@ -64,8 +65,14 @@ def first_time(function: Callable[[], T]) -> T:
     """function(), or where activations are recomputed, what it returned in the first forward.
 
     For what must happen once whatever is recomputed: counting, or communication whose result is small.
+    errors   OperationError in a backward that recomputes by other means, such as torch's checkpoint
     """
     results = _RESULTS.get()
+    if results is None and torch._C._current_graph_task_id() != -1:
+        raise OperationError(
+            "a layer that counts its tokens once is computed in backward, where torch's own checkpoint would "
+            "count them twice; recompute by hpcpar.autograd.recompute, or build Llama(recompute=…)"
+        )
     return function() if results is None else results.next(function)
 
 

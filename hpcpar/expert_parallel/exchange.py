@@ -93,11 +93,13 @@ def _start(
     width, count = rows.shape[1:].numel(), sum(received)
     out = rows.new_empty(count + padded, *rows.shape[1:])
     out[count:].zero_()
+    # All messages at once: rounds would each have to be driven, which nobody does while experts compute.
     handle = comm.start_alltoall(
         rows.contiguous(),
         out=out[:count],
         send_counts=[number * width for number in sent],
         receive_counts=[number * width for number in received],
+        algorithm="direct",
     )
 
     def wait() -> Tensor:
@@ -152,22 +154,24 @@ class OneStage:
 
     hop      between all ranks
     slots    [S] place in the flat [T, k] of each row sent, by (rank, expert, token)
+    tokens   [S] token of each row sent
     home     [T, k] row of each slot among those sent; S for one that is dropped
-    order    [R] rows received, by (expert, position); None: they come so
+    order    [R] rows received, by (expert, position), and how to undo it; None: they come so
     """
 
     hop: Hop
     slots: Tensor
+    tokens: Tensor
     home: Tensor
-    order: Tensor | None
+    order: tuple[Tensor, Tensor] | None
     counts: list[int]
 
     def start_there(self, tokens: Tensor) -> Waiter[Tensor]:
-        return self._sorted(self.hop.start(tokens.index_select(0, self._tokens)))
+        return self._sorted(self.hop.start(tokens.index_select(0, self.tokens)))
 
     def start_home(self, rows: Tensor, weights: Tensor | None) -> Waiter[Sums]:
         if self.order is not None:
-            rows = rows.index_select(0, inverse(self.order))
+            rows = rows.index_select(0, self.order[1])
         come = self.hop.start_back(rows, padded=self._drops)
 
         def wait() -> Sums:
@@ -179,7 +183,7 @@ class OneStage:
     def start_gradients(
         self, gradient: Tensor, weights: Tensor, outputs: Tensor | None
     ) -> tuple[Waiter[Tensor], Tensor | None]:
-        rows = times(gradient.index_select(0, self._tokens), weights.reshape(-1).index_select(0, self.slots))
+        rows = times(gradient.index_select(0, self.tokens), weights.reshape(-1).index_select(0, self.slots))
         come = self._sorted(self.hop.start(rows))
         of_weights = None
         if outputs is not None:
@@ -187,16 +191,12 @@ class OneStage:
         return come, of_weights
 
     @property
-    def _tokens(self) -> Tensor:
-        return self.slots // self.home.shape[1]
-
-    @property
     def _drops(self) -> bool:
         return len(self.slots) < self.home.numel()
 
     def _sorted(self, come: Waiter[Tensor]) -> Waiter[Tensor]:
         order = self.order
-        return come if order is None else lambda: come().index_select(0, order)
+        return come if order is None else lambda: come().index_select(0, order[0])
 
 
 class Channels(NamedTuple):
@@ -303,8 +303,9 @@ class OneStageDraft:
         return OneStage(
             Hop(self._channels.rows, sent, received),
             slots,
+            slots // to.shape[1],
             places_of_slots(slots, to.shape),
-            order,
+            None if order is None else (order, inverse(order)),
             [sum(counts) for counts in zip(*by_expert, strict=True)],
         )
 

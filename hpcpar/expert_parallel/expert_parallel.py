@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcpar.algorithms.topology import map_nodes
+from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import LayoutError, OperationError
 from hpcpar.expert_parallel.dispatch import owners
@@ -33,11 +35,8 @@ from hpcpar.expert_parallel.exchange import (
 )
 from hpcpar.expert_parallel.mix_call import MixCall
 from hpcpar.expert_parallel.two_stages import TwoStageDraft
-from hpcpar.partition import bounds
+from hpcpar.partition import bounds, counts
 from hpcpar.uncompiled import uncompiled
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 Stages = Literal["auto", 1, 2]
@@ -51,8 +50,9 @@ class ExpertParallel:
     stages        1: a row goes straight to its expert. 2: a token goes to each node once, and there to its
                   experts. "auto": two where there are several nodes of several ranks, and tokens have several
                   experts
-    halves        tokens go in two halves: the second's rows travel while the first's experts compute, and
-                  `progress` is called between them. Products of half the rows are not the same to the bit
+    halves        tokens go in two halves: the second's rows travel while the first's experts compute, if
+                  that calls `progress`. For slow networks: products of half the rows take longer (a fifth
+                  more processor time, measured on two ranks), and have not the same bits
     sum_on_node   in two stages, outputs for one token on one node come home as their sum, and gradients of
                   rows, too: fewer bytes between nodes, and sums in another order
     errors        LayoutError; MismatchError on every rank whose ranks ask for different things
@@ -89,7 +89,18 @@ class ExpertParallel:
         has_two = comm.size > 1 and (stages == 2 or (stages == "auto" and has_lanes))
         self.node = comm.split_by_node(f"{comm.name} within nodes") if has_two else None
         self._channels = Channels.of(comm)
+        most = 1 + (2 if halves else 1) * (2 + counts(count, comm.size)[0])
+        self._told, self._heard = (np.zeros((comm.size, most), np.int64) for _ in range(2))
         self._on_node = None if self.node is None else Channels.of(self.node)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out a communicator of one rank, so that a serial model can be copied and saved."""
+        if self.comm.size > 1:
+            return self.__dict__
+        return {name: getattr(self, name) for name in ("count", "stages", "halves", "sum_on_node")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(Communicator.alone(), **state)  # type: ignore[misc]
 
     def progress(self, outputs: Tensor | None = None) -> None:
         """Advance rows that travel; to be called by `compute` between experts.
@@ -169,13 +180,12 @@ class ExpertParallel:
         drafts = [] if problem else [self._draft(call.part(half)) for half in halves]
         described = problem or call.described()
         digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "big")
-        told, lengths = [], []
+        told = []
         for rank, (start, stop) in enumerate(bounds(self.count, self.comm.size)):
             parts = [[*draft.to_gateways[rank], *draft.counts[start:stop]] for draft in drafts]
-            parts = parts or [[0] * (2 + stop - start)] * len(halves)
-            told += [digest, *chain(*parts)]
-            lengths.append(1 + sum(map(len, parts)))
-        heard = self._exchanged(told, lengths)
+            own = [digest, *chain(*parts)]
+            told.append(own + [0] * (self._told.shape[1] - len(own)))
+        heard = self._exchanged(told)
         if any(numbers[0] != digest for numbers in heard):
             require_same(self.comm, f"ExpertParallel.mix({described})")
         if problem:
@@ -193,16 +203,13 @@ class ExpertParallel:
             return OneStageDraft(self._channels, to)
         return TwoStageDraft(self._channels, self._on_node, self._nodes, to, sums=self.sum_on_node)
 
-    def _exchanged(self, told: list[int], lengths: list[int]) -> list[list[int]]:
+    def _exchanged(self, told: list[list[int]]) -> list[list[int]]:
         """Give each rank its numbers; return those from each."""
-        own = lengths[self.comm.rank]
         if self.comm.size == 1:
-            return [told]
-        heard = torch.empty(self.comm.size * own, dtype=torch.int64)
-        self._channels.notes.alltoall(
-            torch.tensor(told), out=heard, send_counts=lengths, receive_counts=[own] * self.comm.size
-        )
-        return heard.view(self.comm.size, own).tolist()
+            return told
+        # The same memory for each call, whose collective is then compiled once.
+        self._told[:] = told
+        return self._channels.notes.alltoall(self._told, out=self._heard).tolist()  # type: ignore[no-any-return]
 
 
 def _halves(tokens: int) -> list[slice]:

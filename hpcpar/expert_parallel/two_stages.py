@@ -1,6 +1,7 @@
 """Rows that go to each node once, and there to their experts.
 
-Shape letters: T tokens of this rank, k experts of a token, H hidden; A tokens sent to nodes, B rows for them.
+Shape letters: T tokens of this rank, k experts of a token, H hidden; A tokens that this rank sends to nodes,
+B rows that they become there; A' and B' those of other ranks that it passes on.
 
     home rank     [T, H] -> [A, H], a token once for each node          -- between nodes ->
     gateway       tokens -> rows, one for each expert on this node      -- within the node ->
@@ -37,23 +38,23 @@ if TYPE_CHECKING:
     from hpcpar.algorithms.topology import NodeMap
 
 
-class Entries(NamedTuple):
-    """Rows in groups: those of one token on one node.
+class TokensOfRows(NamedTuple):
+    """Tokens on their way to one node, and the rows that they become there.
 
-    of_row   [B] group of each row, ascending
-    first    [A] first row of each group
+    of_row   [B] token of each row, ascending
+    first    [A] first row of each token
     """
 
     of_row: Tensor
     first: Tensor
 
     @classmethod
-    def where(cls, begins: Tensor) -> Entries:
-        """Make a group begin at each row where `begins` [B] is true."""
+    def where(cls, begins: Tensor) -> TokensOfRows:
+        """Make a token begin at each row where `begins` [B] is true."""
         return cls(torch.cumsum(begins, 0) - 1, begins.nonzero().flatten())
 
     def table(self, width: int) -> Tensor:
-        """Return the rows of each group [A, width], then B in place of those that it has not."""
+        """Return the rows of each token [A, width], then B in place of those that it has not."""
         return table(self.of_row, len(self.first), width)
 
 
@@ -74,16 +75,17 @@ def table(groups: Tensor, count: int, width: int) -> Tensor:
 class TwoStages:
     """Each token goes to the gateway of each node once, and from there to its experts.
 
-    between       tokens among all ranks, [A] from here
-    rows_between  rows among all ranks, [B] from here: outputs on their way home
-    notes_between   the same way, a number or two for each
-    within        rows among the ranks of this node
-    slots         [B] place in the flat [T, k] of each row of this rank, by (gateway, token, slot)
-    own           groups of these rows: tokens
-    here          groups of the rows that this rank passes on, by (home rank, token, slot)
-    onward        [] order by rank of the node in which it does
-    order         rows received, by (expert, position)
-    sums          outputs on one node come home as their sum; else each by itself
+    between         tokens among all ranks, A from here, A' to here
+    rows_between    rows among all ranks, B from here, B' to here: outputs on their way home
+    notes_between   a number or two for each of these rows
+    within          rows among the ranks of this node, B' from here
+    slots           [B] place in the flat [T, k] of each row of this rank, by (gateway, token, slot)
+    shape           T, k
+    own             tokens that these rows are of
+    here            tokens that rows passed on are of, by (home rank, token, slot)
+    onward          [B'] rows passed on, by rank of this node
+    order           rows received from this node, by (expert, position)
+    sums            outputs on one node come home as their sum; else each by itself
     """
 
     between: Hop
@@ -92,8 +94,8 @@ class TwoStages:
     within: Hop
     slots: Tensor
     shape: tuple[int, int]
-    own: Entries
-    here: Entries
+    own: TokensOfRows
+    here: TokensOfRows
     onward: Tensor
     order: Tensor
     counts: list[int]
@@ -117,10 +119,11 @@ class TwoStages:
     def start_gradients(
         self, gradient: Tensor, weights: Tensor, outputs: Tensor | None
     ) -> tuple[Waiter[Tensor], Tensor | None]:
+        # Products with weights are made at the gateway, of the same two factors as they would be at home.
         come = self._start_between(gradient)
         weights_come = self._start_weights(weights)
         of_weights = None
-        if outputs is not None and self.sums:
+        if outputs is not None and self.sums:  # outputs have stayed at the gateway
             tokens, here = come(), self._table_here()
             parts = weight_gradients(tokens, outputs, here, weights.dtype)
             flat = parts[here < len(self.here.of_row)].unsqueeze(1)
@@ -136,7 +139,7 @@ class TwoStages:
         return self.between.start(tokens.index_select(0, of_rows))
 
     def _start_weights(self, weights: Tensor) -> Waiter[Tensor]:
-        """Send weights [T, k] to the gateways; wait for those of their rows [B', 1]."""
+        """Send weights [T, k] to the gateways; wait for those of rows passed on [B', 1]."""
         return self.notes_between.start(weights.reshape(-1, 1).index_select(0, self.slots))
 
     def _to_experts(self, tokens: Tensor, weights: Tensor | None) -> Tensor:
@@ -146,6 +149,7 @@ class TwoStages:
         return self.within.start(rows)().index_select(0, self.order)
 
     def _home_in_sums(self, outputs: Tensor, weights: Tensor | None) -> Sums:
+        """Add the outputs of each token that this rank passes on, send the sums home, and add them there."""
         outputs = self._regrouped(outputs)
         outputs = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
         here, of_rows = self._table_here(), None
@@ -157,8 +161,8 @@ class TwoStages:
         by_token = torch.argsort(tokens, stable=True)
         most = int(torch.bincount(tokens).max()) if len(tokens) else 1
         places = table(tokens[by_token], self.shape[0], most)
-        entries = torch.cat([by_token, by_token.new_full((1,), len(tokens))])[places]
-        return Sums(add_slots(come, entries), outputs)
+        sums = torch.cat([by_token, by_token.new_full((1,), len(tokens))])[places]
+        return Sums(add_slots(come, sums), outputs)
 
     def _regrouped(self, rows: Tensor) -> Tensor:
         """Return rows by (home rank, token, slot) that are by rank of the node."""
@@ -189,7 +193,7 @@ class TwoStageDraft:
         by_gateway = torch.argsort(gateway, stable=True)
         self._slots, gateway = to.slots[by_gateway], gateway[by_gateway]
         self._experts = to.experts[by_gateway]
-        self._own = Entries.where(_changes(gateway, self._slots // to.shape[1]))
+        self._own = TokensOfRows.where(_changes(gateway, self._slots // to.shape[1]))
         tokens = torch.bincount(gateway[self._own.first], minlength=comm.size)
         rows = torch.bincount(gateway, minlength=comm.size)
         self.counts = to.counts
@@ -204,7 +208,7 @@ class TwoStageDraft:
         of_rows = torch.stack([self._slots // to.shape[1], keys(self._experts, to.positions_of(self._slots))])
         token, key = notes_between.start(of_rows.T.contiguous())().unbind(1)
         source = torch.repeat_interleave(torch.tensor(notes_between.received)).to(token.device)
-        here = Entries.where(_changes(source, token))
+        here = TokensOfRows.where(_changes(source, token))
         local = torch.tensor([self._nodes.local_rank(owner) for owner in to.owner_of], device=token.device)
         receiver = local[key // POSITIONS]
         onward = torch.argsort(receiver, stable=True)

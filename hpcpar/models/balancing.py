@@ -81,8 +81,7 @@ class Balancing:
         tokens_per_step: int | None = None,
     ) -> None:
         self.sizes = sizes
-        self.comm = comm or Communicator.alone()
-        self.sequence_comm = sequence_comm or Communicator.alone()
+        self.comm, self.sequence_comm = comm, sequence_comm
         self.tokens_per_step = tokens_per_step
         self.gradient_scale: float | Tensor = 1.0
         self._layers: dict[int, _Layer] = {}
@@ -100,24 +99,24 @@ class Balancing:
         number: int,
         routing: Routing,
         logits: Tensor,
-        sequence_of: Tensor,
+        sequence_of: Tensor | None,
         sequences: int,
         kept: Tensor | None = None,
     ) -> Routing:
         """Count a forward's choices, and attach the layer's losses to its weights.
 
         logits        [T, E]
-        sequence_of   [T] int64, number of each token's sequence, of `sequences`
+        sequence_of   [T] int64, number of each token's sequence, of `sequences`; None where there is no
+                      balance loss of sequences
         kept          [T, k], False where an expert dropped the token
         """
         layer, sizes = self._layers[number], self.sizes
         count = partial(self._count, layer, routing.experts, sequence_of, sequences, kept)
         counts, tokens = first_time(count)
-        of_sequences = sequence_of if sizes.balance_over == "sequence" else None
         zero = logits.new_zeros(())
         balance = z = zero
         if sizes.balance_loss:
-            balance = sizes.balance_loss * balance_loss(routing, sizes, counts, tokens, of_sequences)
+            balance = sizes.balance_loss * balance_loss(routing, sizes, counts, tokens, sequence_of)
         if sizes.z_loss:
             z = sizes.z_loss * z_loss(logits, tokens)
         if not (sizes.balance_loss or sizes.z_loss):
@@ -129,7 +128,7 @@ class Balancing:
         self,
         layer: _Layer,
         experts: Tensor,
-        sequence_of: Tensor,
+        sequence_of: Tensor | None,
         sequences: int,
         kept: Tensor | None,
     ) -> tuple[Tensor, int]:
@@ -140,7 +139,7 @@ class Balancing:
         if kept is not None:
             layer.dropped += (~kept).sum().cpu()
         counts = own
-        if sizes.balance_loss and sizes.balance_over == "sequence":
+        if sequence_of is not None:
             counts = _summed(counts_of(experts, sizes.count, sequence_of, sequences), self.sequence_comm)
         elif sizes.balance_loss:
             counts = _summed(own, self.comm)
@@ -186,8 +185,8 @@ class Balancing:
             bias.copy_(updated_bias(bias, counts.to(bias.device), self.sizes.bias_rate))
 
 
-def _summed(tensor: Tensor, comm: Communicator) -> Tensor:
+def _summed(tensor: Tensor, comm: Communicator | None) -> Tensor:
     """Return the sum over ranks, in the tensor's own memory."""
-    if comm.size > 1:
+    if comm is not None and comm.size > 1:
         comm.allreduce(tensor)
     return tensor

@@ -174,11 +174,11 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(outputs)
 
     def _balanced(self, routing: Routing, logits: Tensor, hidden: Tensor, kept: Tensor | None) -> Routing:
-        tokens = self._tokens
-        sequences = len(hidden) * len(tokens.lengths(hidden))
-        return self._balancing.applied(
-            self.number, routing, logits, tokens.sequence_of(hidden), sequences, kept
-        )
+        sequence_of, sequences = None, 1
+        if self.sizes.balance_loss and self.sizes.balance_over == "sequence":
+            sequence_of = self._tokens.sequence_of(hidden)
+            sequences = len(hidden) * len(self._tokens.lengths(hidden))
+        return self._balancing.applied(self.number, routing, logits, sequence_of, sequences, kept)
 
     @torch.no_grad()
     def _within_capacity(self, routing: Routing, routed: Tensor, hidden: Tensor) -> Tensor | None:

@@ -280,6 +280,13 @@ class LlamaConfig:
         norms = hidden + self.layers * (2 * hidden + sum(self.query_key_norms))
         return embeddings + norms + layers
 
+    def expert_parameters(self) -> int:
+        """Count the parameters of all experts that tokens choose among: those that ep divides."""
+        if self.experts is None:
+            return 0
+        layers = sum(self.experts_of(layer) is not None for layer in range(self.layers))
+        return layers * 3 * self.hidden_size * self.experts.count * self.experts.ffn_size
+
     def _layer_weights(self, layer: int, *, active: bool) -> int:
         attention = 2 * self.hidden_size * self.head_width * (self.heads + self.key_value_heads)
         experts = self.experts_of(layer)

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from hpcpar.errors import OperationError
 from hpcpar.partition import bounds
+from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, Part, Recompute, dtype_name
 
 NORM_NBYTES = 8
@@ -269,14 +270,15 @@ def is_on_gpu(bucket: FlatBuffer) -> bool:
 
 # --- tensor and sequence parallelism --------------------------------------------------------------
 
-Values = Literal["of the model", "largest logits", "of the loss"]
+Values = Literal["of the model", "largest logits", "of the loss", "expert numbers"]
 
 
 class CollectiveCall(NamedTuple):
     """One collective.
 
     values   of the whole array
-    kind     the model's type and a sum; or, of the loss, at least float32, and once a maximum
+    kind     the model's type and a sum; or, of the loss and of experts' weights, at least float32, and once a
+             maximum; or int64
     """
 
     collective: Collective
@@ -313,6 +315,11 @@ class TensorParallelCalls:
       embedding         ar unit                      rs unit            ag unit
       each layer        2 ar unit     2 ar unit      2 (ag + rs unit)   2 (ag + rs unit)   again: + 2 ag unit
       norms, 2L + 1                                                     ar h each
+      a mixture instead of a feed-forward; E experts, k of a token
+        experts whole   ag unit       ag unit, ar Eh                      ar Eh
+        experts split   ar unit       ar unit, ar bsk  ag unit, 2 ag bsk, ag unit, rs unit,
+                                                       rs unit            rs bsk, ar Eh
+        shared expert   as a feed-forward
       output projection               ar unit        ag unit            rs unit            again: + ag unit
       loss              ar bs, ar 2bs                ar bs, ar 2bs
 
@@ -325,7 +332,14 @@ class TensorParallelCalls:
                              backward, over the ranks with the same head
     """
 
-    def __init__(self, config: LlamaConfig, tp: TensorParallelOptions, microbatch: Microbatch) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tp: TensorParallelOptions,
+        microbatch: Microbatch,
+        *,
+        split_experts: bool = False,
+    ) -> None:
         self._config = config
         self._tp = tp
         sequences, tokens = microbatch
@@ -344,20 +358,40 @@ class TensorParallelCalls:
             self._embedding = CollectiveCall("reduce_scatter", unit)
             self._of_embedding = [CollectiveCall("allgather", unit)]
             self._column, self._row, self._of_row = gathers, scatters, gathers
-            norm = CollectiveCall("allreduce", config.hidden_size)
-            self._of_column = [*again, *scatters, norm]  # and of the norm before it
+            self._norm = [CollectiveCall("allreduce", config.hidden_size)]
+            self._of_column = [*again, *scatters]
         else:
             self._embedding = CollectiveCall("allreduce", unit)
             self._of_embedding = []
             self._column, self._row, self._of_row = [], [self._embedding], []
-            self._of_column = [self._embedding]
+            self._of_column, self._norm = [self._embedding], []
+        if config.experts is not None:
+            self._mixture, self._of_mixture = self._around_experts(config.experts, unit, split=split_experts)
+
+    def _around_experts(
+        self, experts: Experts, unit: int, *, split: bool
+    ) -> tuple[list[CollectiveCall], list[CollectiveCall]]:
+        """List the collectives of a mixture's forward and backward, without those of a shared expert."""
+        gather, scatter = CollectiveCall("allgather", unit), CollectiveCall("reduce_scatter", unit)
+        whole, choices = CollectiveCall("allreduce", unit), self._tokens * experts.per_token
+        router = CollectiveCall("allreduce", experts.count * self._config.hidden_size)
+        if self._tp.sequence_parallel and split:
+            numbers = CollectiveCall("allgather", choices, "expert numbers")
+            weights = CollectiveCall("allgather", choices, "of the loss")
+            of_weights = CollectiveCall("reduce_scatter", choices, "of the loss")
+            return [gather, numbers, weights, scatter], [gather, scatter, of_weights, router]
+        if self._tp.sequence_parallel:
+            return [], [router]
+        if split:
+            return [whole], [whole, CollectiveCall("allreduce", choices, "of the loss")]
+        return [gather], [gather, router]
 
     def forward(self, part: Part) -> Iterator[CollectiveCall]:
         """Yield the collectives from tokens to the loss, as far as a part goes."""
         if part.embeds:
             yield self._embedding
-        for _ in part.layers:
-            yield from self.layer_forward()
+        for number in part.layers:
+            yield from self.layer_forward(number)
         if part.heads:
             yield from self._column
             yield CollectiveCall("allreduce", self._tokens, "largest logits")
@@ -366,22 +400,29 @@ class TensorParallelCalls:
     def backward(self, part: Part, recompute: Recompute) -> Iterator[CollectiveCall]:
         """Yield the collectives from the loss to the embedding, without those of shared heads."""
         if part.heads:
-            yield from self._of_column
+            yield from self._of_column + self._norm
         for number in part.layers:
             if recompute.of_layer(number, self._config.layers) == "full":
-                yield from self.layer_forward()
-            yield from self.layer_backward()
+                yield from self.layer_forward(number)
+            yield from self.layer_backward(number)
         if part.embeds:
             yield from self._of_embedding
 
-    def layer_forward(self) -> list[CollectiveCall]:
-        """List the collectives of attention and feed-forward."""
-        return 2 * (self._column + self._row)
+    def layer_forward(self, number: int) -> list[CollectiveCall]:
+        """List the collectives of attention and of feed-forward or mixture."""
+        dense, experts = self._column + self._row, self._config.experts_of(number)
+        if experts is None:
+            return 2 * dense
+        return dense + self._mixture + (dense if experts.shared_ffn_size else [])
 
-    def layer_backward(self) -> list[CollectiveCall]:
-        """List the collectives of feed-forward and attention, and of their norms."""
+    def layer_backward(self, number: int) -> list[CollectiveCall]:
+        """List the collectives of feed-forward or mixture, of attention, and of their norms."""
+        dense, experts = self._of_row + self._of_column, self._config.experts_of(number)
         of_heads = [CollectiveCall("allreduce", width) for width in self._config.query_key_norms]
-        return 2 * (self._of_row + self._of_column) + of_heads
+        norms = 2 * self._norm + of_heads
+        if experts is None:
+            return 2 * dense + norms
+        return dense + self._of_mixture + (dense if experts.shared_ffn_size else []) + norms
 
     def shared_heads_backward(self, part: Part) -> list[CollectiveCall]:
         """List the all-reduces of key and value weights over the ranks with the same head."""
@@ -399,12 +440,14 @@ def tensor_parallel_calls(
     evaluated: Iterable[Microbatch] = (),
     recompute: Recompute | None = None,
     parts: Sequence[Part] | None = None,
+    split_experts: bool = False,
 ) -> tuple[Counter[CollectiveCall], Counter[CollectiveCall]]:
     """Count the collectives on the tp axis, and those among its ranks that share a key-value head.
 
     trained     a forward and a backward of each; evaluated: a forward of each
     recompute   as the model was built with
     parts       that these ranks hold; None = the whole model
+    split_experts   over these ranks (etp = tp); else each expert is whole
     """
     on_axis: Counter[CollectiveCall] = Counter()
     on_sharers: Counter[CollectiveCall] = Counter()
@@ -415,7 +458,7 @@ def tensor_parallel_calls(
     backwards = Counter(trained)
     for part in [Part.whole(config.layers)] if parts is None else parts:
         for size in forwards.keys() | backwards.keys():
-            of_pass = TensorParallelCalls(config, tp, size)
+            of_pass = TensorParallelCalls(config, tp, size, split_experts=split_experts)
             forward, backward = Counter(of_pass.forward(part)), Counter(of_pass.backward(part, again))
             _add(on_axis, forward, forwards[size] + backwards[size])
             _add(on_axis, backward, backwards[size])
@@ -440,9 +483,11 @@ def calls_nbytes(
     total: Counter[str] = Counter()
     for call, times in calls.items():
         name = dtype_name(dtype)
-        if call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
+        if call.kind == "expert numbers":
+            name = "int64"
+        elif call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
             name = "float32"
-        nbytes = call.values * ITEMSIZE[name]
+        nbytes = call.values * (8 if name == "int64" else ITEMSIZE[name])
         op = "max" if call.kind == "largest logits" else "sum"
         sent = collective_nbytes(comm, call.collective, nbytes, dtype=name, op=op, on_device=on_device)
         total[call.collective] += times * sent

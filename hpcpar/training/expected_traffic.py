@@ -74,6 +74,7 @@ def expected_traffic(
     start_nbytes: Mapping[Communicator, int],
     worker: PipelinedModel | None = None,
     preemption: Communicator | None = None,
+    split_experts: bool = False,
 ) -> ExpectedTraffic:
     """Count the bytes of every communicator that this rank is in.
 
@@ -82,6 +83,7 @@ def expected_traffic(
     start_nbytes   of the parameters' broadcast, by communicator
     worker         where layers are divided over a pipeline
     preemption     where ranks ask each other between steps whether to stop
+    split_experts  each expert is split over tp; else it is whole
     """
     dp = optimizer.dp_comm
     total: Counter[tuple[Communicator, str]] = Counter()
@@ -99,7 +101,11 @@ def expected_traffic(
     pp = None if worker is None else worker.pipeline.comm
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
     if passes.sequence is not None:
-        total.update(_tensor_parallel(model, tp, passes, passes.sequence, recompute, worker))
+        total.update(
+            _tensor_parallel(
+                model, tp, passes, passes.sequence, recompute, worker, split_experts=split_experts
+            )
+        )
         if worker is not None:
             total.update(_pipeline(worker, tp, passes, passes.sequence))
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
@@ -112,7 +118,8 @@ def expected_traffic(
         total[preemption, "allreduce"] += questions * allreduce_nbytes(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
-    if passes.sequence is None or model.config.experts:  # a part would be compared with all that tp sends
+    has_capacity = model.config.experts is not None and model.config.experts.capacity_factor is not None
+    if passes.sequence is None or has_capacity:  # a part would be compared with all that tp sends
         return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
     return total
 
@@ -124,6 +131,8 @@ def _tensor_parallel(
     sequence: int,
     recompute: Recompute,
     worker: PipelinedModel | None,
+    *,
+    split_experts: bool,
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
     parameter = next(model.parameters())
@@ -134,6 +143,7 @@ def _tensor_parallel(
         evaluated=passes.evaluations * [Microbatch(each, sequence) for each in passes.held_out],
         recompute=recompute,
         parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
+        split_experts=split_experts,
     )
     found = {tp.comm: on_axis}
     if on_sharers:
@@ -190,8 +200,11 @@ def _norms(
     }
     total: Counter[tuple[Communicator, str]] = Counter()
     for comm in dict.fromkeys([*(comm for kind, _ in kinds for comm in kind), *([] if pp is None else [pp])]):
-        once = allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
-        total[comm, "allreduce"] += steps * (1 + looks) * once
+        # What is split over further ones is added over those later, by itself.
+        sums = len({kind[kind.index(comm) :] for kind, _ in kinds if comm in kind}) or 1
+        for numbers in (sums, *([1] * looks)):
+            nbytes = allreduce_nbytes(comm, numbers * NORM_NBYTES, dtype="float64")
+            total[comm, "allreduce"] += steps * nbytes
     if optimizer.zero_stage:
         for comm, number in Counter(over_comm for _, over_comm in kinds).items():
             nbytes = allreduce_nbytes(comm, number * NORM_NBYTES, dtype="float64")

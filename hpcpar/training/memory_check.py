@@ -5,13 +5,14 @@ Activations come on top; so what does not fit here fits nowhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
 from hpcpar.data_parallel.process_memory import available_on_node, available_to_process
 from hpcpar.errors import ConfigError
-from hpcpar.mesh import Mesh
+from hpcpar.mesh import Layout, Mesh
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.memory import MemoryNeed, StateWidths, model_state_nbytes
 from hpcpar.training.config import Config
@@ -19,22 +20,29 @@ from hpcpar.units import format_nbytes
 
 
 def memory_need(
-    config: Config, sizes: LlamaConfig, *, dp: int, tp: int, pp: int, node_sharers: int, on_gpu: bool
+    config: Config, sizes: LlamaConfig, layout: Layout, *, node_sharers: int, on_gpu: bool
 ) -> MemoryNeed:
-    """Return the bytes of model state on each rank, taken to have an equal share of the layers.
+    """Return the bytes of model state on each rank, taken to have an equal share of layers and experts.
 
     node_sharers   ranks of a node that hold the parameters in common; 1 = each has its own
     """
-    section, parameters = config.optimizer, sizes.parameters() // (tp * pp)
+    section, experts = config.optimizer, sizes.expert_parameters()
+    own = (sizes.parameters() - experts) // (layout.tp * layout.pp)
+    own_experts = experts // (layout.ep * layout.etp * layout.pp)
+    stage, parameters = section.zero_stage, own + own_experts
     widths = StateWidths.of(
         config.train.precision,
         moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
         moment_dtype=section.moments,
         sum_dtype=section.reduction,
     )
+    state = Counter(
+        model_state_nbytes(own, widths, stage=stage, ranks=layout.dp * layout.cp, node_sharers=node_sharers)
+    )
+    state.update(model_state_nbytes(own_experts, widths, stage=stage, ranks=layout.edp))
     return MemoryNeed.of(
-        model_state_nbytes(parameters, widths, stage=section.zero_stage, ranks=dp, node_sharers=node_sharers),
-        building_nbytes=0 if section.zero_stage == 3 else parameters * widths.building,
+        state,
+        building_nbytes=0 if stage == 3 else parameters * widths.building,
         offload=section.offload,
         on_gpu=on_gpu,
     )
@@ -48,9 +56,7 @@ def require_memory(config: Config, vocabulary: int, mesh: Mesh, device: torch.de
     need = memory_need(
         config,
         sizes,
-        dp=mesh.replicas.size,
-        tp=mesh.tp.size,
-        pp=mesh.pp.size,
+        mesh.layout,
         node_sharers=local if config.optimizer.shared_parameters else 1,
         on_gpu=device.type == "cuda",
     )
@@ -67,8 +73,8 @@ def require_memory(config: Config, vocabulary: int, mesh: Mesh, device: torch.de
     if found is not None:
         raise ConfigError(
             f"model.preset = {config.model.preset!r}, {sizes.parameters():,} parameters, does not fit: "
-            f"{found}, and activations come on top. Take more ranks or nodes with optimizer.zero_stage=3 or "
-            "mesh.tp, 16 bits (train.precision=bfloat16), optimizer.offload, or a smaller model"
+            f"{found}, and activations come on top. Take more ranks or nodes with optimizer.zero_stage=3, "
+            "mesh.tp or mesh.ep, 16 bits (train.precision=bfloat16), optimizer.offload, or a smaller model"
         )
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,12 @@ class RunDirectory:
         before, now = model_config_saved(saved), self._model_config
         if before is None:
             return
+        if before.experts is None and now.experts is not None:
+            raise CheckpointError(
+                f"{checkpoint} is of a model without experts, and there are experts.count = "
+                f"{now.experts.count} here; leave out model.experts and presets that "
+                "have them, or start anew without --resume"
+            )
         changed = [key for key in MODEL_KEYS if _value(before, key) != _value(now, key)]
         if changed:
             there, here = ({key: json.dumps(_value(of, key)) for key in changed} for of in (before, now))
@@ -220,7 +226,11 @@ class RunDirectory:
         ]
         model = model_config_saved(saved)
         if model is not None:
-            changes.append(("model.dropout", self._model_config.dropout, model.dropout))
+            keys = ["dropout"]
+            if model.experts is not None:
+                keys += [f"experts.{field.name}" for field in fields(model.experts)]
+            # Those of MODEL_KEYS are equal by now.
+            changes += [(f"model.{key}", _value(self._model_config, key), _value(model, key)) for key in keys]
         for key, value, before in changes:
             if before != value and self._comm.rank == 0:
                 logger.warning("resuming with %s = %r, which was %r before", key, value, before)

@@ -397,5 +397,6 @@ class Run:
             recompute=self.config.recompute,
             worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
             preemption=None if self._preemption is None else self._preemption.comm,
+            split_experts=self._experts is not None and self._experts.split,
             start_nbytes={} if self.optimizer.zero_stage == 3 else self._start_nbytes,
         )

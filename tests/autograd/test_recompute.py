@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from hpcpar import watch_activations
 from hpcpar.autograd import Recompute, copy_to, recompute, reduce_from
+from hpcpar.autograd.recompute import first_time
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError
 
@@ -246,3 +247,30 @@ def test_a_mistake_is_answered_with_what_there_is(arguments: tuple[Any, ...], wo
 def test_more_layers_than_there_are_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="layers=5, but the model has 4"):
         Recompute("full", 5).of_layer(0, 4)
+
+
+def test_what_happens_the_first_time_does_not_happen_again() -> None:
+    """Each call of a microbatch gets its own results back, in whichever order backward comes."""
+    drawn: list[int] = []
+
+    def draw() -> int:
+        drawn.append(len(drawn))
+        return drawn[-1]
+
+    def layer(x: Tensor) -> Tensor:
+        return torch.sin(x * (1 + first_time(draw))) * torch.cos(x + first_time(draw))
+
+    x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    losses = [recompute(layer, x) for _ in range(3)]
+    assert drawn == list(range(6))
+    for number in (2, 0, 1):
+        x.grad = None
+        losses[number].backward(retain_graph=True)
+        losses[number].backward()  # recomputes once more
+        y = x.detach().clone().requires_grad_()
+        (torch.sin(y * (1 + 2 * number)) * torch.cos(y + 2 * number + 1)).backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        torch.testing.assert_close(x.grad, 2 * y.grad)
+    assert drawn == list(range(6))
+    assert first_time(draw) == 6  # as ever where nothing is recomputed

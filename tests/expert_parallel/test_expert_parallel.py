@@ -177,6 +177,18 @@ def test_output_and_gradients_are_those_of_one_process_to_the_bit(
         assert_equal(parallel(size, problem, nodes=NODES[size], stages=2), true)
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(33, 47), (257, 511), (1, 1)])
+def test_bits_do_not_depend_on_where_rows_lie_in_memory(
+    hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of odd sizes: those of an expert begin at another alignment on each number of ranks."""
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    monkeypatch.setitem(globals(), "WIDTH", width)
+    problem = Problem.random(tokens=200, count=5)
+    for size in (2, 3):
+        assert_equal(parallel(size, problem), serial(problem))
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_many_ranks_on_nodes_of_several_sizes(stages: int) -> None:
     problem = Problem.random(tokens=120, count=32, slots=4)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd import DeferredGradients, Recompute
+from hpcpar.errors import OperationError
 from hpcpar.expert_parallel.losses import balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import route
 from hpcpar.models import Balancing, Experts, Layers, Llama, LlamaConfig, LlamaStages, generate
@@ -329,6 +333,17 @@ def test_recomputation_changes_no_gradient_and_counts_no_token_twice(mode: Any) 
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_by_torch_which_would_count_twice_is_refused(reentrant: bool) -> None:
+    block = a_block(Experts(4, 2, 8))
+    hidden = torch.randn(1, 5, 16, requires_grad=True)
+    output = checkpoint(block, hidden, use_reentrant=reentrant)
+    with pytest.raises(
+        OperationError, match=r"torch's own checkpoint would count .* hpcpar\.autograd\.recompute"
+    ):
+        output.sum().backward()
+
+
 def test_counts_and_biases_of_a_step_are_those_of_its_tokens() -> None:
     config = with_experts(**DEEPSEEK)
     assert config.experts is not None
@@ -374,7 +389,7 @@ def test_a_dropped_token_goes_without_the_expert(drop: str) -> None:
         for expert in range(4):
             slots = [(t, s) for t in range(8) for s in range(2) if routing.experts[8 * row + t, s] == expert]
             if drop == "score":
-                slots.sort(key=lambda slot: -float(routing.weights[8 * row + slot[0], slot[1]]))
+                slots.sort(key=lambda slot: -float(routing.weights[8 * row + slot[0], slot[1]].detach()))
             for t, s in slots[:2]:  # ⌈8 · 2 / 4 · 0.5⌉
                 module = block.experts.get_submodule(str(expert))
                 expected[row, t] += routing.weights[8 * row + t, s] * module(hidden[row, t])
@@ -463,6 +478,22 @@ def test_an_empty_batch_has_gradients_of_zeros() -> None:
     gradients = gradients_of(model)
     assert len(gradients) == len(list(model.parameters()))
     assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_a_model_is_copied_and_saved_with_its_experts(tmp_path: Path) -> None:
+    model = Llama(with_experts(**LOSSES, **DEEPSEEK)).double()
+    tokens, targets = batch()
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        model.zero_grad()
+        for each in (model, other):
+            each.loss(each(tokens), targets).backward()
+        require_close(gradients_of(other), gradients_of(model), tolerance=0)
+        assert other.balancing is not model.balancing
+        biases = dict(other.named_buffers())
+        other.balancing.finish_step()
+        assert all(bias.any() for bias in biases.values())
+        assert not any(bias.any() for _, bias in model.named_buffers())
 
 
 def test_a_feed_forward_is_swiglu() -> None:

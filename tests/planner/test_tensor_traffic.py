@@ -106,7 +106,7 @@ def test_the_loss_moves_three_values_a_token_whatever_the_vocabulary() -> None:
 def test_a_layers_exchanges_are_the_units_of_the_paper(options: dict[str, bool], expected: float) -> None:
     def work(comm: Communicator) -> float:
         of_pass = TensorParallelCalls(sizes(1), TensorParallel(comm, **options), Microbatch(B, S))
-        return units([*of_pass.layer_forward(), *of_pass.layer_backward()])
+        return units([*of_pass.layer_forward(0), *of_pass.layer_backward(0)])
 
     assert set(run_loopback(2, work)) == {expected}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.zero3 import summon_full_parameters
-from hpcpar.errors import ConfigError, LayoutError, OperationError
+from hpcpar.errors import CheckpointError, ConfigError, LayoutError, OperationError
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Config, Run
 from hpcpar.training.metrics import records_of
@@ -87,9 +89,7 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
 ) -> None:
     alone, expected = of_one_process(*MODEL, *of_model(options))
     together = config_of(*MODEL, *options, name="together")
-    # The theory says nothing of what ranks that share layers exchange around experts.
-    unknown = {None} if "mesh.tp=2" in options else set()
-    require_serial(together, trained(together, size), alone, expected, unknown)
+    require_serial(together, trained(together, size), alone, expected)
     mine, theirs = (
         [
             record["experts"]
@@ -101,6 +101,44 @@ def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
     for key in ("layer", "max_over_mean", "idle", "balance_loss", "z_loss"):
         for own, others in zip(mine, theirs, strict=True):
             assert own[key] == pytest.approx(others[key], abs=1e-10), key
+
+
+def send_all_to_the_first(run: Run) -> None:
+    """Give all experts the same score, so that every token goes to the first ones."""
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.zero_()
+
+
+WHOLE = [(*degrees, 1, None) for degrees in itertools.product((1, 2, 3, 4), (1, 2), (1, 2))]
+SPLIT = [(*degrees, 2, None) for degrees in ((1, 2, 1), (2, 2, 1), (3, 2, 1), (2, 2, 2))]
+TO_THE_FIRST = [(ep, tp, 1, 1, send_all_to_the_first) for ep, tp in itertools.product((2, 3, 4), (1, 2))]
+
+
+@pytest.mark.parametrize(("ep", "tp", "cp", "etp", "prepare"), WHOLE + SPLIT + TO_THE_FIRST)
+def test_every_parameter_is_that_of_one_process_after_ten_steps_of_sgd(
+    config_of: MakeConfig, ep: int, tp: int, cp: int, etp: int, prepare: Callable[[Run], None] | None
+) -> None:
+    told = (*MODEL, "train.steps=10", "optimizer.name=sgd", "optimizer.learning_rate=0.3")
+    told += ("model.experts.balance_loss=0.1", "model.experts.balance_over=sequence", "train.global_batch=4")
+
+    def train(comm: Communicator, name: str, *options: str) -> Run:
+        run = Run(config_of(*told, *options, name=name), comm)
+        if prepare is not None:
+            prepare(run)
+        run.train_steps(0, 10)
+        return run
+
+    ((whole, _),) = run_loopback(1, lambda comm: whole_of(train(comm, "alone")))
+    sizes = [size for size in range(tp * cp, 13, tp * cp) if not (size // etp) % ep]
+    mesh = [f"mesh.{axis}={degree}" for axis, degree in (("ep", ep), ("tp", tp), ("cp", cp), ("etp", etp))]
+
+    def deviation(comm: Communicator) -> float:
+        parts = train(comm, "together", *mesh).model.named_parameters()
+        return max((own_shard(part, whole[name]) - part).abs().max().item() for name, part in parts)
+
+    assert max(run_loopback(sizes[0], deviation)) < 1e-10
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
@@ -178,6 +216,40 @@ def test_a_run_is_resumed_with_experts_on_other_ranks(
 def test_a_run_with_capacity_and_biases_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:
     told = (*MODEL, *BALANCED, "mesh.ep=2", "model.experts.capacity_factor=1.0", "optimizer.zero_stage=1")
     require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            (*MODEL, "model.experts.count=6"),
+            r"model\.experts\.count = 5 there, 6 here; set model\.experts\.count=5",
+        ),
+        (
+            (*MODEL, "model.experts.score=sigmoid"),
+            r'experts\.score = "softmax" there, "sigmoid" here; set model\.ex',
+        ),
+        (
+            [o for o in MODEL if "experts" not in o],
+            r"experts\.count = 5 there, null here; .* set model\.experts\.count=5",
+        ),
+    ],
+)
+def test_a_run_with_other_experts_is_not_resumed(
+    config_of: MakeConfig, options: tuple[str, ...], words: str
+) -> None:
+    trained(config_of(*MODEL, "train.steps=1"))
+    with pytest.raises(CheckpointError, match=words):
+        Run(config_of(*options), Communicator.alone(), resume=True)
+
+
+def test_a_run_resumed_with_another_balance_says_so(
+    config_of: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(config_of(*MODEL, "train.steps=1"))
+    trained(config_of(*MODEL, "train.steps=2", "model.experts.balance_loss=0.5"), resume=True)
+    assert "resuming with model.experts.balance_loss = 0.5, which was 0.0 before" in caplog.text
+    assert caplog.text.count("model.experts") == 1
 
 
 # --- what is said, and refused --------------------------------------------------------------------------

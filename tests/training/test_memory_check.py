@@ -6,6 +6,7 @@ import pytest
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError
+from hpcpar.mesh import Layout
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.memory import BUILDING, MemoryNeed
 from hpcpar.training import Config, Run, memory_check
@@ -18,7 +19,7 @@ PHI = SIZES.parameters()
 
 
 def need(config: Config, *, dp: int = 4, sharers: int = 1, on_gpu: bool = False) -> MemoryNeed:
-    return memory_need(config, SIZES, dp=dp, tp=1, pp=1, node_sharers=sharers, on_gpu=on_gpu)
+    return memory_need(config, SIZES, Layout(dp=dp), node_sharers=sharers, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,23 @@ def test_the_model_state_is_that_of_the_zero_paper(
 ) -> None:
     total = sum(need(config_of(*changes)).host.values())
     assert total == pytest.approx(per_parameter * PHI, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_are_divided_by_ep_and_sharded_over_their_copies(config_of: MakeConfig, stage: int) -> None:
+    sizes = LlamaConfig.preset("mixtral-8x7b")
+    experts = sizes.expert_parameters()
+    assert 0.95 < experts / sizes.parameters() < 1
+    config = config_of("train.precision=bfloat16", f"optimizer.zero_stage={stage}")
+    found = memory_need(config, sizes, Layout(dp=8, tp=2, ep=4), node_sharers=1, on_gpu=False)
+    of_experts, of_others = model_state_of(stage, 4), model_state_of(stage, 8)
+    expected = experts / 4 * of_experts + (sizes.parameters() - experts) / 2 * of_others
+    assert sum(found.host.values()) == pytest.approx(expected, rel=1e-6)
+
+
+def model_state_of(stage: int, ranks: int) -> float:
+    """Bytes for each parameter, as in the paper."""
+    return (16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
 
 
 def test_a_model_is_built_in_32_bits_before_it_is_rounded_and_spread(config_of: MakeConfig) -> None:

@@ -11,6 +11,8 @@ from hpcpar.training import Run
 from hpcpar.training.build import place_on_hardware
 from tests.training.runs import MakeConfig
 
+EXPERTS = ("model.experts.count=5", "model.experts.per_token=2", "model.experts.ffn_size=16")
+
 
 @pytest.mark.parametrize(("visible", "expected"), [(4, [0, 1, 2]), (2, [0, 1, 0]), (1, [0, 0, 0])])
 def test_each_rank_takes_the_gpu_of_its_place_on_the_node(
@@ -55,10 +57,22 @@ def test_parameters_that_a_node_has_once_are_not_on_gpus(
 @pytest.mark.mpi
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_run_on_gpus_is_the_run_of_one_rank(world: Communicator, config_of: MakeConfig, stage: int) -> None:
-    words = ("train.device=cuda", f"optimizer.zero_stage={stage}")
-    config = world.broadcast_object(config_of(*words))
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optimizer.zero_stage=0",),
+        ("optimizer.zero_stage=1",),
+        ("optimizer.zero_stage=3",),
+        (*EXPERTS, "optimizer.zero_stage=0"),
+        (*EXPERTS, "optimizer.zero_stage=3"),
+    ],
+)
+def test_a_run_on_gpus_is_the_run_of_one_rank(
+    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    words = ("train.device=cuda", *options)
+    ep = world.size if EXPERTS[0] in options else 1
+    config = world.broadcast_object(config_of(*words, f"mesh.ep={ep}"))
     alone = run_loopback(1, lambda comm: Run(config_of(*words, name="alone"), comm).train())[0]
     outcome = Run(config, world).train()
     differences = world.allgather_object(abs(outcome.held_out_loss - alone.held_out_loss))

@@ -297,6 +297,10 @@ def test_resuming_with_files_that_have_changed_says_so(
         ),
         (("model.tie_embeddings=true",), r"model\.tie_embeddings = false there, true here"),
         (("model.preset=llama3-8b",), r"model\.rope_theta = 10000\.0 there, 500000\.0 here"),
+        (
+            ("model.experts.count=4", "model.experts.per_token=2", "model.experts.ffn_size=8"),
+            r"is of a model without experts, and there are experts\.count = 4 here; leave out model\.experts",
+        ),
     ],
 )
 def test_resuming_as_another_model_is_refused_on_every_rank(
