@@ -149,12 +149,18 @@ def measured_costs(
     if layers.balancing is not None:
         layers = replace(layers, balancing=layers.balancing.fresh())
 
+    generator = torch.Generator("cpu").manual_seed(0)
+
     def built(part: Part) -> Llama:
-        # Values do not matter to time, as long as they are ordinary numbers: none need to be drawn.
+        # Values do not matter to time, as long as they are ordinary numbers, but for those that choose
+        # experts: a trained router has nearly even loads.
         with torch.device(device):
             stage = Llama(config, layers, seed=None, recompute=again, part=part).to(dtype=dtype)
-        for parameter in stage.parameters():
-            nn.init.constant_(parameter, 0.01)
+        for name, parameter in stage.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+            else:
+                nn.init.constant_(parameter, 0.01)
         return stage
 
     kinds = [
@@ -170,8 +176,7 @@ def measured_costs(
     tokens = torch.arange(microbatch * sequence, device=device).view(microbatch, sequence)
     tokens %= config.vocab_size
     shape = (microbatch, sequence // layers.sequence_multiple, config.hidden_size)
-    hidden = torch.linspace(-1, 1, shape[-1], dtype=dtype, device=device).expand(shape)
-    hidden = hidden.clone().requires_grad_()
+    hidden = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     with adding_in_place(stages):  # as in a pipeline, where most backwards find a gradient to add to
         rounds = [
             [_once(stage, tokens if stage.part.embeds else hidden, tokens) for stage in stages]

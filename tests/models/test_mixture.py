@@ -15,7 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd import DeferredGradients, Recompute
+from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
+from hpcpar.expert_parallel import ExpertParallel
+from hpcpar.expert_parallel.balance import Balance
 from hpcpar.expert_parallel.losses import balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import route
 from hpcpar.models import Balancing, Experts, Layers, Llama, LlamaConfig, LlamaStages, generate
@@ -440,6 +443,12 @@ def test_measuring_costs_counts_no_tokens_and_tells_kinds_of_layers_apart() -> N
     assert costs[2] == costs[3] != costs[1]
     assert layers.balancing is not None
     assert layers.balancing.finish_step() == {}
+
+
+def test_measured_layers_have_even_loads() -> None:
+    experts = ExpertParallel(Communicator.alone(), 6)
+    measured_costs(SMALL, Layers(experts=experts), microbatch=4, sequence=32, repeats=1)
+    assert Balance.of(experts.counts).max_over_mean < 1.6
 
 
 def test_gradients_of_weights_may_be_deferred() -> None:
