@@ -128,6 +128,7 @@ bench: $(DEV_STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --json benchmarks/results/training-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --tp $(RANKS) --hidden 256 --forward-only --json benchmarks/results/training-tp-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --cp $(RANKS) --sequence 4096 --batch 1 --json benchmarks/results/context-$(RANKS).jsonl
+	$(BIN)/hpcpar run -n $(RANKS) benchmarks/training.py --ep $(RANKS) --json benchmarks/results/experts-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/zero_memory.py --offload runs/offload --shared-parameters --json benchmarks/results/zero-memory-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py peers --microbatches 16 --json benchmarks/results/pipeline-peers-$(RANKS).jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py sleep --json benchmarks/results/pipeline-sleep.jsonl

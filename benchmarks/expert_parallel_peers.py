@@ -68,7 +68,9 @@ class Hpcpar(ExpertParallelPeer):
         named = list(self.model.named_parameters())
         inner = recipe.make(self.model.parameters())
         self.module = self.model
-        self.distributed = DistributedOptimizer(inner, named, task.world, bucket_bytes=task.bucket_bytes)
+        self.distributed = DistributedOptimizer(
+            inner, named, task.world, model=self.model, bucket_bytes=task.bucket_bytes
+        )
         self.optimizer = self.distributed
 
     def make_model(self, task: Task) -> Llama:
@@ -192,6 +194,7 @@ def megatron() -> Any:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they say that Transformer Engine and Apex are not installed
+        importlib.import_module("megatron.core.models.gpt.moe_module_specs")
         utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     utils.te_general_gemm = None  # a name that it only has with Transformer Engine

@@ -177,6 +177,13 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
     if kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
     _require_plain_attention(config)
+    try:
+        return _sizes_from(kind, config)
+    except KeyError as error:
+        raise ConfigError(f"the config of a model of the type {kind!r} lacks {error.args[0]}") from error
+
+
+def _sizes_from(kind: str, config: Mapping[str, Any]) -> LlamaConfig:
     heads = config["num_attention_heads"]
     sizes = LlamaConfig(
         vocab_size=config["vocab_size"],
@@ -229,13 +236,13 @@ def _experts_from(kind: str, config: Mapping[str, Any]) -> Experts:
     return Experts(
         count=config["n_routed_experts"],
         ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config["n_shared_experts"] * config["moe_intermediate_size"],
-        first_dense=config["first_k_dense_replace"],
+        shared_ffn_size=config.get("n_shared_experts", 1) * config["moe_intermediate_size"],
+        first_dense=config.get("first_k_dense_replace", 1),
         score="sigmoid",
         renormalise=config.get("norm_topk_prob", True),
-        scale=config["routed_scaling_factor"],
-        groups=config["n_group"],
-        groups_per_token=config["topk_group"],
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group", 1),
+        groups_per_token=config.get("topk_group", 1),
         bias_rate=BIAS_RATE,
         **common,
     )

@@ -25,7 +25,7 @@ from hpcpar.tensor_parallel.cross_entropy import IGNORED
 ATTENTION = "hpcpar_context"
 """Name of the attention in transformers' AttentionInterface."""
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
 """Model types whose attention is scores, a causal mask, perhaps a window, and softmax; nothing else."""
 
 ROTARY = ("default", "linear", "llama3", "yarn")
@@ -35,7 +35,7 @@ ATTRIBUTE = "hpcpar_context"
 
 
 def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
-    """Let the ranks of `cp` share each sequence of a transformers Llama, Mistral, Qwen2 or Qwen3, in place.
+    """Let the ranks of `cp` share each sequence of a transformers model of one of the `KINDS`, in place.
 
     The model takes whole sequences [B, S], the same on all ranks of `cp`, within `cp.using(mask)`. Each rank
     computes its own tokens, and has the logits of these alone: `cp.unshard(logits)` has all. Windows of
@@ -67,7 +67,7 @@ def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        return (), _own_inputs(cp, given)
+        return (), _own_inputs(cp, config, given)
 
     model.register_forward_pre_hook(own_part, with_kwargs=True)
     return model
@@ -96,9 +96,9 @@ def _require_known(model: nn.Module) -> Any:
     return config
 
 
-def _own_inputs(cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
+def _own_inputs(cp: ContextParallel, config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call for this rank's tokens."""
-    _require_shareable(cp, given)
+    _require_shareable(cp, config, given)
     tokens, labels = given.pop("input_ids"), given.get("labels")
     own = cp.own_tokens(tokens)
     positions = cp.positions().to(own.device)
@@ -123,7 +123,7 @@ def _next_tokens(cp: ContextParallel, labels: Tensor) -> Tensor:
     return targets
 
 
-def _require_shareable(cp: ContextParallel, given: dict[str, Any]) -> None:
+def _require_shareable(cp: ContextParallel, config: Any, given: dict[str, Any]) -> None:
     mask, padding = cp.mask, given.get("attention_mask")
     if given.get("input_ids") is None:
         raise MismatchError("a call without input_ids; give whole sequences [B, S], the same on all ranks")
@@ -144,6 +144,11 @@ def _require_shareable(cp: ContextParallel, given: dict[str, Any]) -> None:
         raise MismatchError(
             "a cache of keys has whole sequences, and each rank has a part; leave use_cache and "
             "past_key_values out, and generate with a model of one process"
+        )
+    if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise MismatchError(
+            "output_router_logits adds the balance loss of a rank's own tokens, and not of whole sequences; "
+            "set it to False, and train such a loss without shared sequences"
         )
     for name in ("position_ids", "inputs_embeds", "logits_to_keep", "output_attentions", "shift_labels"):
         value = given.get(name)

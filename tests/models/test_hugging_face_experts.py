@@ -13,9 +13,11 @@ from torch.nn import functional
 
 from hpcpar.checkpoint import load, save
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.context_parallel import ContextParallel, Mask
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.errors import LayoutError, ShardedParameterError
+from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
 from hpcpar.mesh import Mesh
+from hpcpar.models.hugging_face_context import share_sequences
 from hpcpar.models.hugging_face_experts import SharedExperts, share_experts
 from hpcpar.tensor_parallel import gather_whole, whole_state_dict
 from tests.models.test_hugging_face_files import KINDS, MIXTURES, SMALL
@@ -160,6 +162,38 @@ def test_a_checkpoint_is_loaded_at_any_ep(tmp_path: Path) -> None:
         for found in run_loopback(size, lambda comm: on_rank(comm, ep, saves=False)):  # noqa: B023
             for name, value in model.named_parameters():
                 assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "Olmoe"])
+def test_ranks_that_share_sequences_share_experts_too(kind: str) -> None:
+    model = mixture(kind)
+    expected = model(tokens(), labels=tokens())
+    expected.loss.backward()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, dict[str, Tensor]]:
+        mesh = Mesh(comm, cp=2, ep=4)
+        cp = ContextParallel(mesh.cp)
+        own = share_sequences(share_experts(copies[comm.rank], mesh.ep, replicas=mesh.edp), cp)
+        with cp.using(Mask(LENGTH)):
+            with pytest.raises(MismatchError, match="output_router_logits adds the balance loss"):
+                own(tokens(), output_router_logits=True)
+            loss = own(tokens(), labels=tokens()).loss  # the same sequences on both ranks of dp
+            loss.backward()
+        average = comm.allreduce(loss.detach().clone(), "average")
+        gradients = {}
+        for name, parameter in own.named_parameters():
+            assert parameter.grad is not None, name
+            if ".experts." in name:
+                gradients[name] = gather_whole(parameter, parameter.grad) / comm.size
+            else:
+                gradients[name] = comm.allreduce(parameter.grad.contiguous(), "average")
+        return average, gradients
+
+    for loss, gradients in run_loopback(4, on_rank):
+        torch.testing.assert_close(loss.float(), expected.loss.detach().float(), rtol=1e-6, atol=0)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.mpi

@@ -217,6 +217,13 @@ def test_a_mixture_that_transformers_lacks_is_refused(norm: Any, changes: Any, r
         hugging_face_config(sizes, dtype="float32", end_of_document=None)
 
 
+def test_what_a_config_lacks_is_named() -> None:
+    told = hugging_face_config(LlamaConfig(), dtype="float32", end_of_document=None)
+    del told["num_hidden_layers"]
+    with pytest.raises(ConfigError, match="config of a model of the type 'llama' lacks num_hidden_layers"):
+        sizes_from_hugging_face(told)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
