@@ -5,7 +5,8 @@ Shape letters: B batch, A heads, K key-value heads, N tokens of this rank, D hea
     forward    own keys, then each other rank's as they come:  out, lse = merge(out, lse, block's)
     backward   the same blocks, given the merged out and lse:  dQ stays, each owner's dK and dV go home
 
-Blocks are merged in the same order each time, so results are the same to the bit each time.
+Blocks are merged in the same order each time: on CPUs results are the same to the bit each time, and on GPUs
+where torch's kernels are deterministic.
 source   Liu et al. 2023, Ring Attention, arXiv 2310.01889
 """
 
