@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcpar.autograd.weight_grad_mode import DeferredGradients, under_way
 from hpcpar.errors import OperationError
+from hpcpar.uncompiled import uncompiled
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ def recompute(
     return result
 
 
+@uncompiled
 def first_time(function: Callable[[], T]) -> T:
     """function(), or where activations are recomputed, what it returned in the first forward.
 

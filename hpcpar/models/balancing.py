@@ -23,6 +23,7 @@ from hpcpar.expert_parallel.balance import Balance, updated_bias
 from hpcpar.expert_parallel.losses import attach, balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import Routing
 from hpcpar.planner.experts import Experts
+from hpcpar.uncompiled import uncompiled
 
 
 class Biased(Protocol):
@@ -94,6 +95,7 @@ class Balancing:
         """Balance the experts of the model's layer `number`, too."""
         self._layers[number] = _Layer(router, self.sizes.count)
 
+    @uncompiled
     def applied(
         self,
         number: int,

@@ -146,7 +146,7 @@ def test_a_block_of_a_fused_kernel_is_that_of_the_plain_form(
 def test_ranks_that_share_a_gpu_compute_what_one_process_does(world: Communicator, method: str) -> None:
     here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
     torch.cuda.set_device(gpu_for(here.index(world.rank), torch.cuda.device_count(), len(here)))
-    whole = tensors(8, 2, torch.bfloat16)
+    whole = tensors(12, 2, torch.bfloat16)
     cp = ContextParallel(world, method)  # type: ignore[arg-type]
     with cp.using(MASKS["documents"]):
         places, parts = own_part(cp, whole)

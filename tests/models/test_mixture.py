@@ -505,6 +505,20 @@ def test_a_model_is_copied_and_saved_with_its_experts(tmp_path: Path) -> None:
         assert not any(bias.any() for _, bias in model.named_buffers())
 
 
+def test_a_compiled_model_computes_the_same_and_counts_its_tokens() -> None:
+    config = with_experts(**LOSSES, **DEEPSEEK, capacity_factor=1.0)
+    tokens, targets = batch()
+    found = []
+    for compiled in (False, True):
+        model = Llama(config).double()
+        logits = (torch.compile(model, backend="eager") if compiled else model)(tokens)
+        model.loss(logits, targets).backward()
+        assert model.balancing is not None
+        found.append((gradients_of(model), model.balancing.finish_step()))
+    require_close(found[1][0], found[0][0], tolerance=0)
+    assert found[1][1] == found[0][1]
+
+
 def test_a_feed_forward_is_swiglu() -> None:
     module = FeedForward(8, 12)
     generator = torch.Generator().manual_seed(0)

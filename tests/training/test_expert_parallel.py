@@ -80,6 +80,13 @@ def of_model(options: tuple[str, ...]) -> list[str]:
         (4, ("mesh.cp=2", "mesh.ep=2", "mesh.tp=2", "optimizer.name=sgd")),
         (4, ("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4", *BALANCED)),
         (4, ("mesh.pp=2", "mesh.tp=2", "mesh.ep=2", "train.microbatch=1", "optimizer.zero_stage=1")),
+        (
+            4,
+            (
+                *("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4"),
+                *("pipeline.balance=measured", *BALANCED),
+            ),
+        ),
         # Some dp ranks have fewer sequences than others.
         (3, ("mesh.ep=3", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
     ],
