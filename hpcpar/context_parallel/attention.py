@@ -29,9 +29,10 @@ from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
 from hpcpar.context_parallel.travel import Travel, number_in
 
 
-def places_in(spans: Spans) -> Tensor:
-    """Return the numbers in some spans, int64."""
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*span) for span in spans)])
+def places_in(spans: Spans, device: torch.device | None = None) -> Tensor:
+    """Return the numbers in some spans, int64, made on the device: nothing waits for a copy there."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([none, *(torch.arange(*span, device=device) for span in spans)])
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Call:
         for task in self.plan.tasks[self.rank][owner]:
             allowed = weights = None
             if task.kind == "band" or self.dropout is not None:
-                places = places_in(part_of(shares[self.rank], task.queries)).to(queries.device)
-                keys = places_in(part_of(shares[owner], task.keys)).to(queries.device)
+                places = places_in(part_of(shares[self.rank], task.queries), queries.device)
+                keys = places_in(part_of(shares[owner], task.keys), queries.device)
             if task.kind == "band":  # within one document
                 before = places.unsqueeze(-1) - keys
                 reach = mask.length if mask.window is None else mask.window
