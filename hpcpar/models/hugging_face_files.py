@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcpar.comm.agree import require_success
 from hpcpar.errors import CheckpointError, ConfigError
 from hpcpar.models.hugging_face_config import model_type, sizes_from_hugging_face
 from hpcpar.models.llama import EMBEDDING, Llama
@@ -73,13 +72,12 @@ def read_parameters(model: Llama, directory: Path | str, comm: Communicator) -> 
              files lack a parameter, have one too many or one of another shape, or cannot be read; on all
              ranks
     """
-    error: Exception | None = None
-    try:
+    with comm.together(f"reading {directory}"):
         _require_same_model(model.config, read_sizes(directory), directory)
-        _read(model, Path(directory))
-    except (CheckpointError, ConfigError, OSError, SafetensorError) as caught:
-        error = caught
-    require_success(comm, error, f"reading {directory}")
+        try:
+            _read(model, Path(directory))
+        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
 
 
 def file_names(sizes: LlamaConfig) -> dict[str, str]:

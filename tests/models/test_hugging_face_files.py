@@ -272,6 +272,10 @@ def test_files_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
     ahead = {"model.layers.3.eh_proj.weight": torch.ones(1)}
     save_file(stored | {"model.norm.weight": torch.ones(25)} | ahead, tmp_path / "model.safetensors")
     assert "has the shape [25], and by config.json it has [24]" in str(refused(tmp_path, sizes))
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert "cannot read the files of" in str(refused(tmp_path, sizes))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "cannot read the files of" in str(refused(tmp_path, sizes))
 
 
 def test_a_file_that_one_rank_cannot_read_stops_all(tmp_path: Path) -> None:

@@ -117,6 +117,31 @@ def test_a_model_that_was_spread_over_ranks_is_exported_whole(
         assert torch.equal(value, expected.get_parameter(name)), name
 
 
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(2, ["mesh.ep=2"]), (4, ["mesh.ep=4", "mesh.tp=2"]), (3, ["mesh.ep=3", "optimizer.zero_stage=3"])],
+    ids=["ep", "ep over tp", "uneven ep and ZeRO-3"],
+)
+def test_experts_that_ranks_divided_are_exported_whole(
+    ranks: int, overrides: list[str], config_of: MakeConfig, tmp_path: Path
+) -> None:
+    mixture = [
+        *("model.preset=tiny-moe", "model.experts.score=sigmoid", "model.experts.shared_ffn_size=128"),
+        "model.experts.bias_rate=0.1",
+    ]
+    config = config_of(*mixture, *overrides, "train.steps=2", "train.global_batch=12", "model.heads=2")
+    run = trained(config, ranks)
+    export(run, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    expected = trained_model(run, config, torch.float64)
+    biases = dict(expected.named_buffers())
+    assert sorted(exported) == sorted([*config.model_config_for(256).shapes(), *biases])
+    for name, value in exported.items():
+        found = biases[name] if name in biases else expected.get_parameter(name)
+        assert torch.equal(value, found), name
+        assert found.any(), name
+
+
 def test_of_sixteen_bits_the_master_weights_are_what_is_rounded(
     config_of: MakeConfig, tmp_path: Path
 ) -> None:
