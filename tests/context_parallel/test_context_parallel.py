@@ -323,3 +323,14 @@ def test_places_and_shards_need_no_other_rank() -> None:
         return found
 
     assert run_loopback(2, alone, timeout_s=10) == [0, 2 * 48]
+
+
+def test_values_of_another_head_size_are_refused() -> None:
+    def values(comm: Communicator) -> None:
+        cp = ContextParallel(comm)
+        with cp.using(Mask(LENGTH)):
+            queries, keys, values, _ = [cp.shard(t, 2) for t in tensors(4, 2, torch.float64)]
+            cp.attention(queries, keys, values[..., :8])
+
+    with pytest.raises(MismatchError, match=r"they must be \[B, A, 4[89], D\] and \[B, K, 4[89], D\]"):
+        run_loopback(2, values)
