@@ -460,7 +460,7 @@ def test_the_next_optimizer_does_not_meet_what_one_rank_had_begun_for_the_last(
     engine = hvd.global_process_set._engine
     model, optimizer = wrapped(1)
     train(model, optimizer, part, steps=range(1))
-    lent = optimizer.sharded._parts.loan.comm
+    lent = optimizer.sharded._parts.loan.dp_comm
     if hvd.rank() > 0:
         monkeypatch.setattr(BucketGate, "_open", lambda self: None)  # only rank 0's buckets leave
     backward(model, part, 99)
