@@ -98,7 +98,8 @@ def _train(
         if isinstance(result, int):
             return result
         steps_done = result.steps
-    return 0 if steps_done >= configs[-1].train.last_step else preemption.exit_status
+    is_left = steps_done < configs[-1].train.last_step  # also where the next stage is for another job
+    return preemption.exit_status if is_left and preemption.has_agreed else 0
 
 
 def _train_next(stages: Iterator[Run], world: Communicator, preemption: Preemption) -> Outcome | int | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -33,7 +34,7 @@ from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
 from hpcpar.errors import ConfigError, LayoutError
-from hpcpar.mesh import Layout
+from hpcpar.mesh import AXES, Layout
 from hpcpar.training.config import Config, config_of, read_table, write_override
 from hpcpar.training.run_directory import MODEL_KEYS, model_value
 from hpcpar.training.trainer import Run
@@ -86,14 +87,18 @@ def runs(
     """Yield the run of each stage that is left, to be trained before the next one is asked for. Collective.
 
     `resume` goes on from the last checkpoint, in its stage. Where ranks have agreed to stop no stage begins.
+    A stage of another number of ranks is for another job: the runs end before it.
+
     Keep no reference to a run when asking for the next, or two models are in memory at once.
 
     errors   as for `Run`
     """
     _require_layouts(configs, comm.size)
-    stage = _stage_at(configs, _newest_step(configs[0], comm) if resume else 0)
+    first = stage = _stage_at(configs, _newest_step(configs[0], comm) if resume else 0)
     resumes = resume
     while stage < len(configs):
+        if stage > first and not _is_for(configs[stage], comm.size):
+            return  # which the stage before has announced
         run = Run(configs[stage], comm, resume=resumes, console=console, preemption=preemption)
         earlier = _stage_at(configs, run.first_step)
         if earlier < stage:  # the newest checkpoint was damaged, and one of an earlier stage was loaded
@@ -102,7 +107,7 @@ def runs(
             gc.collect()
             continue
         if len(configs) > 1:
-            run.say(f"stage {stage + 1} of {len(configs)}: until step {configs[stage].train.last_step}")
+            run.say(_announcement(configs, stage, comm.size))
         yield run
         del run
         gc.collect()
@@ -113,13 +118,33 @@ def runs(
             return
 
 
+def _announcement(configs: Sequence[Config], stage: int, ranks: int) -> str:
+    """Return what people are told at the start of a stage."""
+    told = f"stage {stage + 1} of {len(configs)}: until step {configs[stage].train.last_step}"
+    if stage + 1 == len(configs) or _is_for(configs[stage + 1], ranks):
+        return told
+    others = _own_size(configs[stage + 1])
+    return f"{told}; the next one is for {others} ranks: start it on so many with --resume"
+
+
+def _own_size(config: Config) -> int | None:
+    """Return the ranks that the degrees multiply to; None where one of them is left to the job."""
+    degrees = [getattr(config.mesh, axis) for axis in AXES]
+    return None if -1 in degrees else math.prod(degrees)
+
+
+def _is_for(config: Config, ranks: int) -> bool:
+    """True where a job of so many ranks can run the stage."""
+    return _own_size(config) in (None, ranks)
+
+
 def _require_layouts(configs: Sequence[Config], ranks: int) -> None:
     """Raise the error that a later stage would end with, before the first one begins."""
     if len(configs) == 1:
         return
     for number, config in enumerate(configs, 1):
         try:
-            layout = Layout.fit(ranks, **config.mesh.model_dump())
+            layout = Layout.fit(_own_size(config) or ranks, **config.mesh.model_dump())
             config.require_recompute()
             config.require_sequence_for(layout.tp)
             config.require_experts_for(layout.ep)
@@ -152,8 +177,10 @@ def merged(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
         own = result.get(key)
-        both = isinstance(own, dict) and isinstance(value, Mapping)
-        result[key] = merged(own, value) if both else copy.deepcopy(value)
+        if isinstance(own, dict) and isinstance(value, Mapping):
+            result[key] = merged(own, value)
+        else:
+            result[key] = copy.deepcopy(value)
     return result
 
 
@@ -230,7 +257,7 @@ def _with_common_block(configs: tuple[Config, ...], source: str) -> tuple[Config
     sequences = {config.train.sequence for config in configs}
     if len(sequences) == 1:
         return configs
-    blocks = {config.data.block for config in configs} - {None}
+    blocks = {config.data.block for config in configs if config.data.block is not None}
     block = max(blocks | sequences)
     unfit = sorted(sequence for sequence in sequences if block % sequence)
     if unfit or len(blocks) > 1:

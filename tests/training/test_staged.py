@@ -157,9 +157,17 @@ def test_windows_of_any_sequence_visit_the_same_blocks() -> None:
 
 
 def test_a_later_stage_that_cannot_work_is_refused_before_the_first(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"^stage 3: .*cp=3"):
-        train_all(staged(tmp_path, "stage.3.mesh.cp=3"), 8)
+    with pytest.raises(LayoutError, match=r"^stage 3: .*ep=3"):
+        train_all(staged(tmp_path, "stage.3.mesh.ep=3"), 8)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_of_another_number_of_ranks_is_for_another_job(tmp_path: Path) -> None:
+    whole, parts = staged(tmp_path), staged(tmp_path, "stage.1.mesh.dp=1", name="parts")
+    train_all(whole, 8)
+    assert [each.steps for each in train_all(parts, 4)[0]] == [2]
+    assert [each.steps for each in train_all(parts, 8, resume=True)[0]] == [5, 7]
+    assert course(parts[0]) == pytest.approx(course(whole[0]), abs=1e-10)
 
 
 @pytest.mark.parametrize(
