@@ -1,8 +1,19 @@
-"""Formulas of shapes, memory, traffic and activations: pure, the one home of each.
+"""Formulas of shapes, memory, traffic and time: pure, the one home of each.
 
 shapes        sizes of a model and of a pipeline stage, parameters and FLOPs
 memory        model state by stage of ZeRO
 traffic       bytes sent on each axis
 expert_traffic   values between the ranks of ep, from measured counts
 activations   bytes kept from forward for backward
+
+Predictions for `hpcpar plan`, each on top of the one before:
+
+model_shapes  a model's matrices, from a preset, a config.json or a TOML file
+cluster       a machine: devices, links, hosts; machines/ has descriptions
+strategy      what a run decides: layout, batch, sharding, schedule, recomputation
+software      what the program that runs it does
+kernels       seconds of a matrix product, an elementwise pass, a collective
+layer_time, pipeline_time, step_time   seconds of a layer, a pipeline, a step by part
+stages, stage_memory   layers of each stage, and its memory by purpose
+estimate      all of it for one model, machine and strategy
 """

@@ -1,0 +1,153 @@
+"""Seconds of one microbatch on one layer: forward, backward of its input, backward of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.kernels import (
+    Group,
+    allreduce_s,
+    attention_s,
+    elementwise_s,
+    half_allreduce_s,
+    matrix_product_s,
+)
+from hpcpar.planner.model_shapes import MatrixProduct, ModelShape
+from hpcpar.planner.software import Software
+from hpcpar.planner.strategy import Strategy
+
+PASSES = ("forward", "backward", "weight")
+"""F; B, the gradient of the input, with what is recomputed for it; W, the gradient of the weights."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds by pass and part; and a rank's bytes and collectives' seconds by axis, of all passes."""
+
+    passes: Mapping[str, Mapping[str, float]]
+    nbytes: Mapping[str, float] = field(default_factory=dict)
+    seconds_of_axis: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, which: str) -> float:
+        """Seconds of one pass."""
+        return sum(self.passes[which].values())
+
+
+def layer_time(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, layer: int
+) -> LayerTime:
+    """Return the time of one microbatch on layer `layer`."""
+    device, tp = cluster.device, strategy.layout.tp
+    products = sum(
+        product_s(cluster, strategy, each)
+        for each in (*model.attention_products, *model.feed_forward_products(layer))
+    )
+    core, scores = _core(model, cluster, strategy, software)
+    tokens = strategy.own_tokens
+    own = tokens / (tp if strategy.sequence_parallel else 1)
+    split = software.split * tokens * model.hidden_size / tp
+    passes = elementwise_s(device, software.whole * own * model.hidden_size + split)
+    forward = {"matrix products": products, "attention": core + scores, "elementwise": passes}
+    forward["launches"] = max(0.0, software.kernels * device.launch_s - sum(forward.values()))
+    backward = {
+        "matrix products": products,
+        "attention": 2 * core + 2 * scores,
+        "elementwise": 2 * passes,
+    }
+    weight = {"matrix products": products}
+    idle = 2 * software.kernels * device.launch_s - sum(backward.values()) - products
+    backward["launches"] = max(0.0, idle)
+    exchanged = _exchanges(model, cluster, strategy, layer, core + scores)
+    for part, seconds in exchanged.exposed.items():
+        forward[part] = seconds
+        backward[part] = seconds
+    times = 2
+    if strategy.recompute.mode == "full":
+        times = 3
+        backward = dict(Counter(backward) + Counter(forward))
+    elif strategy.recompute.mode == "selective":
+        backward["attention"] += core + scores
+    return LayerTime(
+        {"forward": forward, "backward": backward, "weight": weight},
+        {axis: times * nbytes for axis, nbytes in exchanged.nbytes.items()},
+        {axis: times * seconds for axis, seconds in exchanged.seconds.items()},
+    )
+
+
+def product_s(cluster: Cluster, strategy: Strategy, each: MatrixProduct) -> float:
+    """Return the seconds of the forward product with one matrix on one rank."""
+    layout, tokens = strategy.layout, float(strategy.own_tokens)
+    inputs, outputs, batch = float(each.inputs), float(each.outputs), 1
+    tp = layout.tp
+    if each.copies > 1:
+        tp = layout.etp
+        if layout.etp == 1:
+            tokens /= layout.tp
+        batch = max(1, each.copies // layout.ep)
+        tokens = tokens * each.rows / batch
+    if each.split == "column":
+        outputs /= tp
+    elif each.split == "row":
+        inputs /= tp
+    return matrix_product_s(cluster.device, tokens, outputs, inputs, strategy.precision, batch=batch)
+
+
+def _core(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software) -> tuple[float, float]:
+    """Return the seconds of scores and values, and of softmax on scores in memory."""
+    device, tp = cluster.device, strategy.layout.tp
+    precision = "bfloat16" if strategy.precision == "float8" else strategy.precision
+    flops = 2.0 * strategy.own_tokens * strategy.sequence * model.core_width / tp
+    if software.fused_attention:
+        return attention_s(device, flops / 2, precision), 0.0
+    batch = max(1, strategy.microbatch * model.heads // tp)
+    rows = strategy.sequence // strategy.layout.cp
+    products = matrix_product_s(device, rows, strategy.sequence, model.head_size, precision, batch=batch)
+    products += matrix_product_s(device, rows, model.head_size, strategy.sequence, precision, batch=batch)
+    count = batch * rows * strategy.sequence
+    return products, elementwise_s(device, software.scores * count)
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """Communication of one forward: exposed seconds by part; bytes and seconds by axis."""
+
+    exposed: Mapping[str, float]
+    nbytes: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+
+def _exchanges(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, layer: int, core_s: float
+) -> _Exchanges:
+    layout = strategy.layout
+    width = {"float32": 4, "float64": 8}.get(strategy.precision, 2)
+    unit = float(width * strategy.own_tokens * model.hidden_size)
+    exposed, nbytes, seconds = {}, {}, {}
+    if layout.tp > 1:
+        group = Group.of(cluster, layout.tp, 1)
+        seconds["tp"] = exposed["tensor parallel"] = 2 * allreduce_s(group, unit)
+        nbytes["tp"] = 4 * (layout.tp - 1) / layout.tp * unit
+    if layout.cp > 1:
+        group = Group.of(cluster, layout.cp, layout.tp)
+        if strategy.cp_method.startswith("ulysses"):
+            heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size / layout.tp
+            nbytes["cp"] = width * strategy.own_tokens * heads * (layout.cp - 1) / layout.cp
+            seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + 4 * group.link.alpha_s
+            exposed["context parallel"] = seconds["cp"]
+        else:
+            keys = 2 * max(1, model.kv_heads / layout.tp) * model.head_size * strategy.own_tokens
+            nbytes["cp"] = width * keys * (layout.cp - 1)
+            seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + (layout.cp - 1) * group.link.alpha_s
+            hidden = 0.0 if strategy.cp_method == "allgather" else core_s
+            exposed["context parallel"] = max(0.0, seconds["cp"] - hidden)
+    experts = model.experts_of(layer)
+    if experts is not None and layout.ep > 1:
+        group = Group.of(cluster, layout.ep, layout.etp)
+        tokens = strategy.own_tokens / (layout.tp if layout.etp == 1 else 1)
+        sent = width * tokens * experts.per_token * model.hidden_size * 2
+        nbytes["ep"] = sent * (layout.ep - 1) / layout.ep
+        seconds["ep"] = exposed["expert parallel"] = 2 * half_allreduce_s(group, sent / 2)
+    return _Exchanges(exposed, nbytes, seconds)

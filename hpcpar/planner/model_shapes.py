@@ -1,0 +1,446 @@
+"""Shapes of a transformer as the planner sees them: the matrix products of its layers, and its parameters.
+
+Wider than `shapes.LlamaConfig`, which is what hpcpar trains: a GPT of the papers (LayerNorm, biases, learned
+positions, feed-forward of two matrices) and DeepSeek's latent attention are planned, too.
+
+    ModelShape.named("llama3-8b")            a preset of hpcpar or of a paper ("gpt-175b", "deepseek-v3")
+    ModelShape.named("config.json")          of Hugging Face
+    ModelShape.named("run.toml")             the trainer's file, or a table [model] of our own fields
+
+Shape letters: T tokens, S sequence, H hidden, F ffn, A heads, K key-value heads, D head size, V vocabulary,
+E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcpar.errors import ConfigError
+from hpcpar.planner.experts import Experts
+from hpcpar.planner.shapes import PRESETS, LlamaConfig, QueryKeyNorm
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Split = Literal["column", "row", "whole"]
+"""How tp divides a matrix: its outputs, its inputs, or not at all."""
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """A weight matrix [outputs, inputs] and the products with it.
+
+    rows     rows of the product for each token: 1, or the experts of a token
+    copies   matrices of this shape in the layer, over which the rows spread evenly: 1, or the experts
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: Split
+    rows: int = 1
+    copies: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Parameters of all copies."""
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one token's forward."""
+        return 2 * self.inputs * self.outputs * self.rows
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    query_rank   width of the queries' latent vector; key_value_rank that of keys and values
+    plain        part of a query head without, rotary with, rotary embedding; value: width of a value head
+    """
+
+    query_rank: int
+    key_value_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder.
+
+    gated            feed-forward of three matrices, silu(gate)·up; False: of two, with GELU
+    layer_norm       LayerNorm with biases, and biases of the matrices, as in GPT; False: RMSNorm, none
+    positions        learned position embeddings; 0 = rotary
+    experts          a mixture in place of the feed-forward, in all layers but the first_dense ones
+    latent           latent attention; None = heads of keys and values
+    dropout          probability, in training, of the attention's shares and of what is added to the residual
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn_size: int
+    gated: bool = True
+    layer_norm: bool = False
+    positions: int = 0
+    tie_embeddings: bool = False
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    qk_norm: QueryKeyNorm = "none"
+    dropout: float = 0.0
+    max_sequence: int = 4096
+
+    @classmethod
+    def gpt(
+        cls, name: str, *, hidden: int, heads: int, layers: int, vocab: int = 51_200, positions: int = 2048
+    ) -> ModelShape:
+        """Return a GPT as in the Megatron papers: F = 4H, LayerNorm, learned positions, dropout."""
+        return cls(
+            *(name, vocab, hidden, layers, heads, heads, hidden // heads, 4 * hidden),
+            gated=False,
+            layer_norm=True,
+            positions=positions,
+            tie_embeddings=True,
+            dropout=0.1,
+            max_sequence=positions,
+        )
+
+    @classmethod
+    def from_llama(cls, config: LlamaConfig, name: str = "llama") -> ModelShape:
+        """Return the shape of a model that hpcpar trains."""
+        return cls(
+            *(name, config.vocab_size, config.hidden_size, config.layers, config.heads),
+            *(config.key_value_heads, config.head_width, config.ffn_width),
+            tie_embeddings=config.tie_embeddings,
+            experts=config.experts,
+            qk_norm=config.qk_norm,
+            dropout=config.dropout,
+            max_sequence=config.max_sequence,
+        )
+
+    @classmethod
+    def named(cls, name: str) -> ModelShape:
+        """Return a preset's shape, or read a Hugging Face config.json or a TOML file.
+
+        errors   ConfigError with the list of presets; for a file that lacks a field, its name
+        """
+        if name.endswith((".json", ".toml")):
+            return _read(Path(name))
+        if name in PRESETS:
+            return cls.from_llama(PRESETS[name], name)
+        if name not in PUBLISHED:
+            known = [*PRESETS, *PUBLISHED]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"no model is called {name!r}; {hint}there are {', '.join(known)}, or the path of a Hugging "
+                "Face config.json or of a .toml file"
+            )
+        return PUBLISHED[name]
+
+    # --- matrices ---------------------------------------------------------------------------------
+
+    @cached_property
+    def attention_products(self) -> tuple[MatrixProduct, ...]:
+        """Matrix products of a layer's attention, without scores and values."""
+        hidden, heads = self.hidden_size, self.heads
+        if self.latent is None:
+            width = (heads + 2 * self.kv_heads) * self.head_size
+            return (
+                MatrixProduct("queries, keys, values", hidden, width, "column"),
+                MatrixProduct("output", heads * self.head_size, hidden, "row"),
+            )
+        latent = self.latent
+        wide = heads * (latent.plain + latent.rotary)
+        key_values = latent.key_value_rank + latent.rotary
+        return (
+            MatrixProduct("query latent", hidden, latent.query_rank, "whole"),
+            MatrixProduct("queries", latent.query_rank, wide, "column"),
+            MatrixProduct("key-value latent", hidden, key_values, "whole"),
+            MatrixProduct(
+                "keys, values", latent.key_value_rank, heads * (latent.plain + latent.value), "column"
+            ),
+            MatrixProduct("output", heads * latent.value, hidden, "row"),
+        )
+
+    def feed_forward_products(self, layer: int) -> tuple[MatrixProduct, ...]:
+        """Matrix products of layer `layer`'s feed-forward, or of its router and experts."""
+        experts, hidden = self.experts_of(layer), self.hidden_size
+        times = 2 if self.gated else 1
+        if experts is None:
+            return (
+                MatrixProduct("up", hidden, times * self.ffn_size, "column"),
+                MatrixProduct("down", self.ffn_size, hidden, "row"),
+            )
+        count, k, width = experts.count, experts.per_token, experts.ffn_size
+        shared = experts.shared_ffn_size
+        products = (
+            MatrixProduct("router", hidden, count, "whole"),
+            MatrixProduct("experts up", hidden, times * width, "column", k, count),
+            MatrixProduct("experts down", width, hidden, "row", k, count),
+        )
+        if not shared:
+            return products
+        return (
+            *products,
+            MatrixProduct("shared up", hidden, times * shared, "column"),
+            MatrixProduct("shared down", shared, hidden, "row"),
+        )
+
+    @property
+    def head_product(self) -> MatrixProduct:
+        """The output projection."""
+        return MatrixProduct("head", self.hidden_size, self.vocab_size, "column")
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the mixture of layer `layer`, from 0; None where its feed-forward is dense."""
+        return None if self.experts is None or layer < self.experts.first_dense else self.experts
+
+    # --- parameters and FLOPs -----------------------------------------------------------------------
+
+    def parameters(self, *, active: bool = False) -> int:
+        """Count the parameters of the whole model.
+
+        active   those that one token meets: of each layer's experts k
+        """
+        layers = 0
+        for layer, count in self.layer_kinds:
+            dense, experts = self.layer_parameters(layer)
+            mixture = self.experts_of(layer)
+            if active and mixture is not None:
+                experts = experts * mixture.per_token // mixture.count
+            layers += count * (dense + experts)
+        return layers + self.embedding_parameters + self.head_parameters + self.final_norm_parameters
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[int, int], ...]:
+        """A layer of each kind, dense before mixture, and how many there are of it."""
+        if self.experts is None:
+            return ((0, self.layers),)
+        dense = self.experts.first_dense
+        mixtures = ((dense, self.layers - dense),)
+        return ((0, dense), *mixtures) if dense else mixtures
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm before the output projection."""
+        return self.hidden_size * (2 if self.layer_norm else 1)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of token and position embeddings."""
+        return (self.vocab_size + self.positions) * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output projection; 0 where it is the embedding."""
+        return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+
+    def layer_parameters(self, layer: int) -> tuple[int, int]:
+        """Return the parameters of a layer: those outside experts, and those of experts that ep divides."""
+        products = (*self.attention_products, *self.feed_forward_products(layer))
+        experts = sum(each.weights for each in products if each.copies > 1)
+        dense = sum(each.weights for each in products if each.copies == 1)
+        if self.layer_norm:
+            dense += sum(each.outputs for each in products if each.copies == 1)
+        return dense + self._norm_parameters, experts
+
+    @property
+    def _norm_parameters(self) -> int:
+        own = 2 * self.hidden_size * (2 if self.layer_norm else 1)
+        if self.latent is not None:
+            own += self.latent.query_rank + self.latent.key_value_rank
+        if self.qk_norm == "all":
+            return own + (self.heads + self.kv_heads) * self.head_size
+        return own + (2 * self.head_size if self.qk_norm == "head" else 0)
+
+    @property
+    def core_width(self) -> int:
+        """Width of scores and values together over all heads: A·(D_scores + D_values); 2·A·D ordinarily."""
+        if self.latent is None:
+            return 2 * self.heads * self.head_size
+        return self.heads * (self.latent.plain + self.latent.rotary + self.latent.value)
+
+    def flops_per_token(self, sequence: int, *, causal: bool = False, backward: bool = True) -> int:
+        """Count FLOPs of the matrix products for one token of such a sequence.
+
+        forward    2 per weight that multiplies + 2·L·S·A·(D + D) for scores and values
+        backward   twice the forward; recomputation is not counted
+        causal     count half of the scores and values, which is what the mask leaves
+        source     arXiv 2104.04473, appendix: counts them in full, and so do most published MFUs
+        """
+        core = 2 * sequence * self.core_width // (2 if causal else 1)
+        layers = 0
+        for layer, count in self.layer_kinds:
+            products = (*self.attention_products, *self.feed_forward_products(layer))
+            layers += count * (core + sum(each.flops for each in products))
+        return (layers + self.head_product.flops) * (3 if backward else 1)
+
+
+def _gpt(name: str, hidden: int, heads: int, layers: int) -> ModelShape:
+    return ModelShape.gpt(name, hidden=hidden, heads=heads, layers=layers)
+
+
+PUBLISHED: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _gpt("gpt-1.7b", 2304, 24, 24),
+        _gpt("gpt-3.6b", 3072, 32, 30),
+        _gpt("gpt-7.5b", 4096, 32, 36),
+        _gpt("gpt-18b", 6144, 48, 40),
+        _gpt("gpt-22b", 6144, 64, 48),
+        _gpt("gpt-39b", 8192, 64, 48),
+        _gpt("gpt-76b", 10_240, 80, 60),
+        _gpt("gpt-145b", 12_288, 96, 80),
+        _gpt("gpt-175b", 12_288, 96, 96),
+        _gpt("gpt-310b", 16_384, 128, 96),
+        _gpt("gpt-530b", 20_480, 128, 105),
+        _gpt("gpt-1t", 25_600, 160, 128),
+        ModelShape("llama3-405b", 128_256, 16_384, 126, 128, 8, 128, 53_248, max_sequence=131_072),
+        replace(
+            ModelShape.from_llama(PRESETS["deepseek-v3-mixture"], "deepseek-v3"),
+            latent=LatentAttention(1536, 512, 128, 64, 128),
+            kv_heads=128,
+        ),
+    )
+}
+"""Published models that hpcpar does not train as such, by name."""
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> ModelShape:
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"model file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model file {path} is no {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"model file {path} holds a {type(table).__name__}; it must hold one object")
+    if path.suffix == ".json":
+        return shape_from_hugging_face(table, where=str(path))
+    return shape_from_table(table.get("model", table), where=str(path))
+
+
+def shape_from_table(table: Mapping[str, Any], *, where: str) -> ModelShape:
+    """Return the shape of a [model] table: the trainer's (a preset and changes to it), or all fields of ours.
+
+    errors   ConfigError that names the field
+    """
+    own = {field.name for field in fields(ModelShape)}
+    if "preset" in table or not {"gated", "layer_norm", "positions", "latent"} & table.keys():
+        changes = {
+            key: value
+            for key, value in table.items()
+            if key not in ("preset", "seed", "name", "init_from", "hugging_face")
+        }
+        preset = str(table.get("preset", "tiny"))
+        if preset in PUBLISHED:
+            return replace(PUBLISHED[preset], **changes)
+        return ModelShape.from_llama(LlamaConfig.preset(preset, **changes), str(table.get("name", preset)))
+    given = dict(table)
+    for key in given:
+        if key not in own:
+            near = difflib.get_close_matches(key, sorted(own), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"model file {where}: a model has no field {key!r}; {hint}there are {sorted(own)}"
+            )
+    for key in ("vocab_size", "hidden_size", "layers", "heads"):
+        if key not in given:
+            raise ConfigError(f"model file {where} lacks {key}; give it a whole number")
+    given.setdefault("name", Path(where).stem)
+    given.setdefault("kv_heads", given["heads"])
+    given.setdefault("head_size", given["hidden_size"] // given["heads"])
+    given.setdefault("ffn_size", 4 * given["hidden_size"])
+    if isinstance(given.get("experts"), Mapping):
+        given["experts"] = Experts.of(given["experts"], None)
+    if isinstance(given.get("latent"), Mapping):
+        given["latent"] = LatentAttention(**given["latent"])
+    return ModelShape(**given)
+
+
+def shape_from_hugging_face(config: Mapping[str, Any], *, where: str) -> ModelShape:
+    """Return the shape of a Hugging Face config.json: Llama's relatives, GPT-2, mixtures, latent attention.
+
+    errors   ConfigError that names the field that is missing
+    """
+
+    def need(*names: str) -> Any:
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        raise ConfigError(f"model file {where} lacks {' or '.join(names)}; a plan needs this number")
+
+    kind = str(config.get("model_type", "llama"))
+    if kind == "gpt2":
+        return ModelShape.gpt(
+            kind,
+            hidden=need("n_embd"),
+            heads=need("n_head"),
+            layers=need("n_layer"),
+            vocab=need("vocab_size"),
+            positions=need("n_positions"),
+        )
+    hidden, heads = need("hidden_size"), need("num_attention_heads")
+    latent = None
+    if config.get("kv_lora_rank"):
+        latent = LatentAttention(
+            query_rank=need("q_lora_rank"),
+            key_value_rank=need("kv_lora_rank"),
+            plain=need("qk_nope_head_dim"),
+            rotary=need("qk_rope_head_dim"),
+            value=need("v_head_dim"),
+        )
+    return ModelShape(
+        *(kind, need("vocab_size"), hidden, need("num_hidden_layers"), heads),
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or hidden // heads,
+        ffn_size=need("intermediate_size", "moe_intermediate_size"),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        experts=_experts(config, need),
+        latent=latent,
+        qk_norm=_query_key_norm(kind, config),
+        max_sequence=config.get("max_position_embeddings", 4096),
+    )
+
+
+def _query_key_norm(kind: str, config: Mapping[str, Any]) -> QueryKeyNorm:
+    if kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+        return "head"
+    return "all" if kind == "olmoe" else "none"
+
+
+def _experts(config: Mapping[str, Any], need: Any) -> Experts | None:
+    counts = ("n_routed_experts", "num_local_experts", "num_experts")
+    count = next((config[name] for name in counts if config.get(name)), None)
+    if count is None:
+        return None
+    width = config.get("moe_intermediate_size") or need("intermediate_size")
+    per_token = need("num_experts_per_tok")
+    dense = len(config.get("mlp_only_layers") or []) or config.get("first_k_dense_replace", 0)
+    return Experts(
+        *(count, per_token, width),
+        shared_ffn_size=(config.get("n_shared_experts") or 0) * width,
+        first_dense=dense,
+        renormalise=per_token > 1,
+    )

@@ -1,0 +1,61 @@
+"""Programs as the planner sees them: what their layers read, write, keep and overlap.
+
+A plan is for hpcpar; rows that others measured are predicted with what their program did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training program's implementation adds to the model's arithmetic.
+
+    fused_attention   scores are never written to memory (FlashAttention); masked blocks are skipped
+    whole             elementwise bytes of a layer's forward for each value of [T, H], on every tp rank unless
+                      sequence parallel: norms, residual, dropout
+    split             the same, which tp divides: transposes, activation function, in units of [T, H]
+    scores            bytes of softmax and its dropout for each score, without fused attention
+    kernels           launches of a layer's forward; its backward has twice as many
+    overlap           share of the backward behind which gradients are reduced; 0 = after it
+    hides_messages    the pipeline's messages travel while both ranks compute
+    gradient_bytes    of one gradient in memory and on the links
+    optimizer_bytes   of optimizer state for each parameter, masters included
+    float32_parameters   parameters are kept in float32 and rounded when they are gathered
+    logit_bytes       bytes for each logit: logits, their float32 copy, the gradient
+    workspace_nbytes  of libraries and communication buffers
+    causal_mfu        the MFU counts only scores that the mask leaves
+    """
+
+    name: str
+    fused_attention: bool = True
+    whole: float = 24.0
+    split: float = 24.0
+    scores: float = 12.0
+    kernels: int = 20
+    overlap: float = 0.9
+    hides_messages: bool = True
+    gradient_bytes: int | None = None
+    optimizer_bytes: int = 12
+    float32_parameters: bool = False
+    logit_bytes: int = 8
+    workspace_nbytes: int = 0
+    causal_mfu: bool = False
+
+
+HPCPAR = Software("hpcpar")
+
+SOFTWARE = {
+    each.name: each
+    for each in (
+        HPCPAR,
+        Software(
+            "megatron-deepspeed", False, kernels=26, overlap=0.0, hides_messages=False, gradient_bytes=2
+        ),
+        Software("megatron", False, kernels=24, overlap=0.0, hides_messages=False, gradient_bytes=4),
+        Software("llama3", kernels=18, overlap=0.9),
+        Software("torchtitan", kernels=18, overlap=0.9, gradient_bytes=4, optimizer_bytes=8),
+    )
+}
+"""Programs by name."""

@@ -1,0 +1,171 @@
+"""Device memory of a rank of each pipeline stage, by purpose.
+
+parameters, gradients, optimizer state   `memory.model_state_nbytes`; experts by their own ranks
+activations                              chunks alive · layers · bytes of a layer (`activations`)
+working memory                           a layer that is recomputed; logits and their gradient; with
+                                         ZeRO-3 the gathered layers; the libraries' own
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.memory import OPTIMIZER, StateWidths, model_state_nbytes
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.shapes import LlamaConfig, RecomputeMode
+from hpcpar.planner.software import Software
+from hpcpar.planner.stages import Stage, chunks_alive, stages_of, stages_of_ranks
+from hpcpar.planner.strategy import Strategy
+
+ACTIVATIONS, WORKING = "activations", "working memory"
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of pipeline rank `rank`.
+
+    purposes      on the device: parameters, gradients, optimizer state, activations, working memory
+    host_nbytes   in its node's memory
+    """
+
+    rank: int
+    purposes: Mapping[str, int]
+    host_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(self.purposes.values())
+
+
+def memory_of_stages(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
+) -> tuple[StageMemory, ...]:
+    """Return the memory of a rank of each pipeline rank, in order."""
+    stages = stages_of(model, strategy)
+    found = []
+    for rank, numbers in enumerate(stages_of_ranks(strategy)):
+        held = [stages[number] for number in numbers]
+        state = _state(model, strategy, software, held)
+        offloaded = state.pop(OPTIMIZER) if strategy.offload is not None else 0
+        state[ACTIVATIONS] = _activations(model, strategy, software, held, rank)
+        state[WORKING] = _working(model, strategy, software, held)
+        found.append(StageMemory(rank, state, offloaded if strategy.offload == "cpu" else 0))
+    return tuple(found)
+
+
+def own_parameters(model: ModelShape, strategy: Strategy, held: list[Stage]) -> tuple[int, int]:
+    """Return the parameters of one rank with these stages: outside experts, and of experts. Before ZeRO."""
+    layout = strategy.layout
+    dense = experts = 0
+    for layer, _ in model.layer_kinds:
+        whole, of_experts = model.layer_parameters(layer)
+        count = sum(stage.count(layer, model) for stage in held)
+        dense += count * whole
+        experts += count * of_experts
+    for stage in held:
+        dense += model.embedding_parameters if stage.embeds else 0
+        if stage.heads:
+            # A tied projection on another stage than the embedding is a second copy of it.
+            tied = model.tie_embeddings and not stage.embeds
+            dense += model.vocab_size * model.hidden_size if tied else model.head_parameters
+            dense += model.final_norm_parameters
+    return dense // layout.tp, experts // (layout.ep * layout.etp)
+
+
+def _state(model: ModelShape, strategy: Strategy, software: Software, held: list[Stage]) -> dict[str, int]:
+    dense, experts = own_parameters(model, strategy, held)
+    widths = StateWidths.of(_storage(strategy.precision, software), moments=2)
+    if software.gradient_bytes is not None:
+        widths = replace(widths, gradients=software.gradient_bytes)
+    if widths.optimizer != software.optimizer_bytes and widths.parameters < 4:
+        widths = replace(widths, optimizer=software.optimizer_bytes)
+    stage, layout = strategy.zero_stage, strategy.layout
+    state = Counter(model_state_nbytes(dense, widths, stage=stage, ranks=strategy.shard_ranks))
+    edp = max(1, min(layout.edp, strategy.shard_ranks)) if stage else 1
+    state.update(model_state_nbytes(experts, widths, stage=stage, ranks=edp))
+    return dict(state)
+
+
+def _storage(precision: str, software: Software) -> str:
+    if software.float32_parameters:
+        return "float32"
+    return "bfloat16" if precision == "float8" else precision
+
+
+def _activations(
+    model: ModelShape, strategy: Strategy, software: Software, held: list[Stage], rank: int
+) -> int:
+    alive = chunks_alive(strategy, rank)
+    of_chunk = []
+    for stage in held:
+        nbytes = 0
+        for layer, _ in model.layer_kinds:
+            count = stage.count(layer, model)
+            if not count:
+                continue
+            mode = strategy.recompute.mode
+            again = count if strategy.recompute.layers is None else min(count, strategy.recompute.layers)
+            nbytes += again * layer_activations(model, strategy, software, layer, mode)
+            nbytes += (count - again) * layer_activations(model, strategy, software, layer, "none")
+        of_chunk.append(nbytes)
+    return alive * sum(of_chunk) // len(of_chunk)
+
+
+def layer_activations(
+    model: ModelShape, strategy: Strategy, software: Software, layer: int, mode: RecomputeMode
+) -> int:
+    """Return the bytes that a rank keeps of one microbatch for one layer."""
+    layout = strategy.layout
+    sequence = strategy.sequence // layout.cp
+    if not model.gated:
+        shape = LayerShape(sequence, strategy.microbatch, model.hidden_size, model.heads)
+        kept = "selective" if mode == "none" and software.fused_attention else mode
+        return int(
+            layer_nbytes(shape, layout.tp, sequence_parallel=strategy.sequence_parallel, recompute=kept)
+        )
+    return llama_layer_nbytes(
+        _as_llama(model, layer),
+        strategy.microbatch,
+        sequence,
+        itemsize=4 if strategy.precision == "float32" else 8 if strategy.precision == "float64" else 2,
+        tp=layout.tp,
+        sequence_parallel=strategy.sequence_parallel,
+        mode=mode,
+    )
+
+
+@lru_cache(maxsize=64)
+def _as_llama(model: ModelShape, layer: int) -> LlamaConfig:
+    """Return a model of one layer like `layer`."""
+    experts = model.experts_of(layer)
+    head = model.head_size
+    if model.latent is not None:
+        head = 2 * -(-model.core_width // (4 * model.heads))
+    return LlamaConfig(
+        *(model.vocab_size, model.hidden_size, 1, model.heads, model.kv_heads),
+        head_size=head,
+        ffn_size=model.ffn_size,
+        qk_norm=model.qk_norm,
+        experts=None if experts is None else replace(experts, first_dense=0),
+    )
+
+
+def _working(model: ModelShape, strategy: Strategy, software: Software, held: list[Stage]) -> int:
+    layers = [layer for layer, _ in model.layer_kinds if any(stage.count(layer, model) for stage in held)]
+    nbytes = software.workspace_nbytes
+    if strategy.recompute.mode == "full":
+        nbytes += max(layer_activations(model, strategy, software, layer, "none") for layer in layers)
+    if any(stage.heads for stage in held):
+        logits = strategy.own_tokens * model.vocab_size // strategy.layout.tp
+        nbytes += logits * software.logit_bytes
+    if strategy.zero_stage == 3:
+        width = 2 if strategy.precision in ("bfloat16", "float16", "float8") else 4
+        largest = max(sum(model.layer_parameters(layer)) for layer in layers)
+        nbytes += 2 * width * largest // (strategy.layout.tp * strategy.layout.ep)
+    return nbytes

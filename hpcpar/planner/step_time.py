@@ -1,0 +1,243 @@
+"""Seconds of an optimizer step by part, and the bytes that a rank sends, by axis.
+
+a layer's forward     its matrix products, attention, elementwise kernels; or what the host needs to
+                      launch them, whichever is longer
+its backward          twice that, and its forward once more with full recomputation
+axes                  tp, cp, ep within the layers; ZeRO-3's gathers beside them
+pipeline              m microbatches on the slowest rank, and the bubble (`pipeline_time`)
+after the last one    gradients' reduction as far as it did not hide behind backwards; optimizer
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.kernels import (
+    Group,
+    allreduce_s,
+    elementwise_s,
+    half_allreduce_s,
+    matrix_product_s,
+    send_s,
+)
+from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.pipeline_time import span_s
+from hpcpar.planner.software import Software
+from hpcpar.planner.stage_memory import own_parameters
+from hpcpar.planner.stages import Stage, stages_of, stages_of_ranks
+from hpcpar.planner.strategy import Strategy
+
+COMPUTE = ("matrix products", "attention", "elementwise", "launches")
+COMMUNICATION = ("tensor parallel", "context parallel", "expert parallel", "pipeline", "data parallel")
+PARTS = (*COMPUTE, *COMMUNICATION, "bubble", "optimizer", "input")
+"""Parts of a step. Those of communication are what computation does not hide."""
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Traffic of one rank on one axis in a step.
+
+    nbytes      that the rank sends
+    link        level of the slowest link
+    seconds     of its collectives; hidden_s of them behind computation
+    """
+
+    axis: str
+    link: str
+    nbytes: float
+    seconds: float
+    hidden_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the kernels of all microbatches."""
+        return sum(self.parts.get(part, 0.0) for part in COMPUTE)
+
+
+def step_time(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
+) -> tuple[StepTime, tuple[AxisTraffic, ...]]:
+    """Return the time of a step by part, and a rank's traffic by axis."""
+    stages, m = stages_of(model, strategy), strategy.microbatches
+    kinds = [layer for layer, _ in model.layer_kinds]
+    of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
+    times = [_stage_time(model, cluster, strategy, stage, of_layers) for stage in stages]
+    hop = _hop_s(model, cluster, strategy)
+    blocking = hop if strategy.stages > 1 and not software.hides_messages else 0.0
+    forward, backward, weight = ([one.seconds(which) for one in times] for which in PASSES)
+    forward = [seconds + blocking for seconds in forward]
+    backward = [seconds + blocking for seconds in backward]
+    span = span_s(strategy, forward, backward, weight, 0.0 if blocking else hop)
+    by_rank = [sum(forward[s] + backward[s] + weight[s] for s in held) for held in stages_of_ranks(strategy)]
+    slowest = max(range(len(by_rank)), key=by_rank.__getitem__)
+    numbers = stages_of_ranks(strategy)[slowest]
+    held = [stages[number] for number in numbers]
+    parts = dict.fromkeys(PARTS, 0.0)
+    for number in numbers:
+        for which in PASSES:
+            for part, seconds in times[number].passes[which].items():
+                parts[part] += m * seconds
+    parts["pipeline"] += 2 * m * blocking * len(numbers)
+    parts["bubble"] = max(0.0, span - m * by_rank[slowest])
+    reduced = _reduction(model, cluster, strategy, software, held, m * sum(weight[s] for s in numbers))
+    parts["data parallel"] += reduced.seconds - reduced.hidden_s
+    parts["optimizer"] = _optimizer_s(model, cluster, strategy, software, held)
+    traffic = _traffic(model, cluster, strategy, of_layers, held, reduced)
+    return StepTime({part: parts[part] for part in PARTS}), traffic
+
+
+def _stage_time(
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    stage: Stage,
+    of_layers: Mapping[int, LayerTime],
+) -> LayerTime:
+    """Return the time of one microbatch on one stage: its layers, and the head."""
+    total: dict[str, dict[str, float]] = {which: defaultdict(float) for which in PASSES}
+    for layer, time in of_layers.items():
+        count = stage.count(layer, model)
+        for which in PASSES:
+            for part, seconds in time.passes[which].items():
+                total[which][part] += count * seconds
+    if stage.heads:
+        for which, part, seconds in _head(model, cluster, strategy):
+            total[which][part] += seconds
+    return LayerTime(total)
+
+
+def _head(model: ModelShape, cluster: Cluster, strategy: Strategy) -> list[tuple[str, str, float]]:
+    """Return the seconds of output projection and loss."""
+    device, tp = cluster.device, strategy.layout.tp
+    rows, columns = strategy.own_tokens, model.vocab_size / tp
+    product = matrix_product_s(device, rows, columns, model.hidden_size, strategy.precision)
+    passes = elementwise_s(device, 8.0 * rows * columns)
+    group = Group.of(cluster, tp, 1)
+    unit = allreduce_s(group, 2.0 * rows * model.hidden_size)
+    return [
+        ("forward", "matrix products", product),
+        ("forward", "elementwise", passes),
+        ("backward", "matrix products", product),
+        ("backward", "elementwise", passes),
+        ("backward", "tensor parallel", unit),
+        ("weight", "matrix products", product),
+    ]
+
+
+def _hop_s(model: ModelShape, cluster: Cluster, strategy: Strategy) -> float:
+    """Return the seconds of one message between two stages."""
+    layout = strategy.layout
+    if layout.pp == 1:
+        return 0.0
+    group = Group.of(cluster, layout.pp, layout.size // layout.pp)
+    return send_s(group, _message_nbytes(model, strategy))
+
+
+def _message_nbytes(model: ModelShape, strategy: Strategy) -> float:
+    share = strategy.layout.tp if strategy.sequence_parallel else 1
+    return _itemsize(strategy) * strategy.own_tokens * model.hidden_size / share
+
+
+def _itemsize(strategy: Strategy) -> int:
+    return {"float32": 4, "float64": 8}.get(strategy.precision, 2)
+
+
+def _reduction(
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    software: Software,
+    held: list[Stage],
+    behind_s: float,
+) -> AxisTraffic:
+    """Return the traffic of gradients and of sharded parameters."""
+    layout, m = strategy.layout, strategy.microbatches
+    dense, experts = own_parameters(model, strategy, held)
+    width = software.gradient_bytes or _itemsize(strategy)
+    total = hidden = nbytes = 0.0
+    groups = ((dense, layout.dp * layout.cp, layout.tp), (experts, layout.edp, layout.ep * layout.etp))
+    link = cluster.node.name
+    for parameters, ranks, stride in groups:
+        if ranks == 1 or not parameters:
+            continue
+        group = Group.of(cluster, ranks, stride)
+        link = group.link.name
+        gradient = half_allreduce_s(group, width * parameters)
+        weights = half_allreduce_s(group, _itemsize(strategy) * parameters)
+        share = (ranks - 1) / ranks * parameters
+        if strategy.zero_stage < 2:
+            seconds = gradient + (weights if strategy.zero_stage else gradient)
+            nbytes += share * (width + (_itemsize(strategy) if strategy.zero_stage else width))
+            last_backward = behind_s / m
+            hidden += min(seconds / 2 if strategy.zero_stage else seconds, software.overlap * last_backward)
+        elif strategy.zero_stage == 2:
+            seconds = m * gradient + weights
+            nbytes += share * (m * width + _itemsize(strategy))
+            hidden += min(m * gradient, software.overlap * behind_s)
+        else:
+            seconds = m * (gradient + 2 * weights)
+            nbytes += share * m * (width + 2 * _itemsize(strategy))
+            hidden += min(seconds, software.overlap * 3 * behind_s)
+        total += seconds
+    return AxisTraffic("dp", link, nbytes, total, hidden)
+
+
+def _optimizer_s(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, held: list[Stage]
+) -> float:
+    """Return the seconds of the update: it reads and writes the state once, from the host if offloaded."""
+    dense, experts = own_parameters(model, strategy, held)
+    own = dense / strategy.shard_ranks + experts / max(1, min(strategy.layout.edp, strategy.shard_ranks))
+    nbytes = own * (2 * software.optimizer_bytes + 3 * (software.gradient_bytes or 2) + 2)
+    if strategy.offload is None:
+        return elementwise_s(cluster.device, nbytes)
+    bandwidth = cluster.host_bandwidth if strategy.offload == "cpu" else cluster.disk_bandwidth
+    if strategy.offload != "cpu":
+        bandwidth /= cluster.devices_per_node
+    return nbytes / bandwidth if bandwidth else float("inf")
+
+
+def _traffic(
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    of_layers: Mapping[int, LayerTime],
+    held: list[Stage],
+    reduced: AxisTraffic,
+) -> tuple[AxisTraffic, ...]:
+    """Return a rank's traffic on all axes of more than one rank."""
+    layout, m = strategy.layout, strategy.microbatches
+    found = []
+    spans = {"tp": (layout.tp, 1), "cp": (layout.cp, layout.tp), "ep": (layout.ep, layout.etp)}
+    for axis, (size, stride) in spans.items():
+        if size == 1:
+            continue
+        nbytes = seconds = 0.0
+        for layer, time in of_layers.items():
+            times = m * sum(stage.count(layer, model) for stage in held)
+            nbytes += times * time.nbytes.get(axis, 0.0)
+            seconds += times * time.seconds_of_axis.get(axis, 0.0)
+        found.append(AxisTraffic(axis, Group.of(cluster, size, stride).link.name, nbytes, seconds))
+    if layout.pp > 1:
+        group = Group.of(cluster, layout.pp, layout.size // layout.pp)
+        messages = 2 * m * len(held)
+        nbytes = _message_nbytes(model, strategy)
+        found.append(AxisTraffic("pp", group.link.name, messages * nbytes, messages * send_s(group, nbytes)))
+    if reduced.nbytes:
+        found.append(reduced)
+    return tuple(found)

@@ -1,0 +1,85 @@
+"""The prediction of a step: what it holds together, whatever its constants."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.mesh import Layout
+from hpcpar.planner.cluster import Cluster, machine_names
+from hpcpar.planner.estimate import estimate
+from hpcpar.planner.model_shapes import PUBLISHED, ModelShape
+from hpcpar.planner.pipeline_time import closed_span_s, span_s
+from hpcpar.planner.shapes import PRESETS, Recompute
+from hpcpar.planner.strategy import Strategy
+
+
+def test_parts_sum_to_the_step_and_the_worst_rank_is_named() -> None:
+    strategy = Strategy(Layout(pp=4, dp=4, tp=8), 128, 2, 4096, zero_stage=1, sequence_parallel=True)
+    found = estimate(ModelShape.named("llama3-70b"), Cluster.named("h100-dgx"), strategy)
+    assert sum(found.parts().values()) == pytest.approx(found.step_s)
+    assert found.peak_nbytes == max(stage.nbytes for stage in found.stages)
+    assert found.worst.rank == 0
+    assert 0.2 < found.mfu < 0.7
+    assert {one.axis for one in found.traffic} == {"tp", "pp", "dp"}
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_each_machine_that_comes_with_hpcpar_is_read(name: str) -> None:
+    cluster = Cluster.named(name)
+    precision = "bfloat16" if name != "two-cores" else "float32"
+    strategy = Strategy(Layout(dp=cluster.devices_per_node), 16, 1, 256, precision=precision)
+    assert estimate(ModelShape.named("tiny"), cluster, strategy).step_s > 0
+
+
+def test_an_unknown_machine_or_model_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'h100-dgx'.*lumi-g"):
+        Cluster.named("h100-dgz")
+    with pytest.raises(ConfigError, match=r"did you mean 'llama3-405b'.*gpt-175b"):
+        ModelShape.named("llama3-405")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_of_the_model_that_is_trained(name: str) -> None:
+    shape, config = ModelShape.named(name), PRESETS[name]
+    assert shape.parameters() == config.parameters()
+    assert shape.parameters(active=True) == config.parameters(active=True)
+    assert shape.flops_per_token(1024) == config.flops_per_token(1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt-175b", 174.6), ("gpt-1t", 1008.0), ("llama3-405b", 405.9), ("deepseek-v3", 671)],
+)
+def test_published_models_have_their_published_parameters(name: str, billions: float) -> None:
+    assert PUBLISHED[name].parameters() / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_batches_and_stages_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(LayoutError, match="take global_batch=12"):
+        Strategy(Layout(dp=3), 10, 2)
+    with pytest.raises(LayoutError, match="take at most 4 stages"):
+        estimate(
+            ModelShape.named("tiny"),
+            Cluster.named("two-cores"),
+            Strategy(Layout(pp=8), 8, precision="float32"),
+        )
+
+
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_closed_form_of_a_span_is_that_of_the_simulated_schedule(schedule: str) -> None:
+    strategy = Strategy(Layout(pp=4), 8, 1, 256, schedule=schedule)
+    times = [[1.0] * strategy.stages] * 3
+    assert closed_span_s(strategy, *times, 0.0) == pytest.approx(span_s(strategy, *times, 0.0))
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    of = {}
+    for mode in ("none", "selective", "full"):
+        strategy = Strategy(Layout(dp=8), 64, 1, 4096, zero_stage=3, recompute=Recompute(mode))
+        of[mode] = estimate(ModelShape.named("llama2-7b"), Cluster.named("a100-dgx"), strategy)
+    assert of["none"].step_s < of["selective"].step_s < of["full"].step_s
+    assert of["none"].peak_nbytes > of["selective"].peak_nbytes > of["full"].peak_nbytes
