@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError
 from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
@@ -14,6 +15,7 @@ from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.strategy import Strategy
 from hpcpar.training.config import Config
+from hpcpar.training.hugging_face_start import with_hugging_face
 from hpcpar.training.recipes import SCALED_RANKS, Recipe
 from hpcpar.units import format_nbytes
 
@@ -26,6 +28,7 @@ def describe(configs: Sequence[Config], machine: str | None, about: Recipe | Non
     errors    ConfigError and LayoutError where a run of these would be refused, or mesh.dp is left open
     """
     cluster = cluster_of(machine)
+    configs = [with_hugging_face(config, Communicator.alone()) for config in configs]
     lines = [] if about is None else list(_about(about, configs[0]))
     shapes = [("", _own_shape(configs[0]))]
     if about is not None and about.shape is not None and about.is_full:
