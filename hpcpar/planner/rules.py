@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.layout import Layout
 from hpcpar.planner.model_shapes import ModelShape
 
 SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "automatic")

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from hpcpar.errors import ConfigError, LayoutError
-from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.layer_time import PASSES, layer_time
+from hpcpar.planner.layout import Layout
 from hpcpar.planner.memory import OPTIMIZER
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import SIMULATED
