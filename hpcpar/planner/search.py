@@ -18,7 +18,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.planner.cluster import Cluster
@@ -287,7 +287,7 @@ def _with_zero(
             for place in request.only("offload", None):
                 yield replace(
                     first,
-                    zero_stage=cast(Literal[0, 1, 2, 3], stage),
+                    zero_stage=stage,
                     cp_method=method,
                     offload=place,
                 )
