@@ -37,6 +37,11 @@ COMMANDS: Commands = {
         "balance",
         "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
+    "zero": (
+        "hpcpar.cli.draw_zero",
+        "zero",
+        "Stages of ZeRO: memory of the model state on each rank, and traffic.",
+    ),
     "overlap": (
         "hpcpar.cli.draw_overlap",
         "overlap",
