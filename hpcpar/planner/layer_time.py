@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpcpar.planner.cluster import Cluster
@@ -41,29 +41,24 @@ def layer_time(
 ) -> LayerTime:
     """Return the time of one microbatch on layer `layer`."""
     device, tp = cluster.device, strategy.layout.tp
-    products = sum(
-        product_s(cluster, strategy, each)
-        for each in (*model.attention_products, *model.feed_forward_products(layer))
-    )
+    every = (*model.attention_products, *model.feed_forward_products(layer))
+    products, of_inputs, of_weights = products_s(cluster, strategy, every)
     core, scores = _core(model, cluster, strategy, software)
     tokens = strategy.own_tokens
     own = tokens / (tp if strategy.sequence_parallel else 1)
     split = software.split * tokens * model.hidden_size / tp
     passes = elementwise_s(device, software.whole * own * model.hidden_size + split)
-    forward = {"matrix products": products, "attention": core + scores, "elementwise": passes}
-    forward["launches"] = max(0.0, software.kernels * device.launch_s - sum(forward.values()))
-    backward = {
-        "matrix products": products,
-        "attention": 2 * core + 2 * scores,
-        "elementwise": 2 * passes,
-    }
-    weight = {"matrix products": products}
-    idle = 2 * software.kernels * device.launch_s - sum(backward.values()) - products
-    backward["launches"] = max(0.0, idle)
     exchanged = _exchanges(model, cluster, strategy, layer, core + scores)
-    for part, seconds in exchanged.exposed.items():
-        forward[part] = seconds
-        backward[part] = seconds
+    forward = {"matrix products": products, "attention": core + scores, "elementwise": passes}
+    backward = {"matrix products": of_inputs, "attention": 2 * core + 2 * scores, "elementwise": 2 * passes}
+    weight = {"matrix products": of_weights}
+    forward |= exchanged.exposed
+    backward |= exchanged.exposed
+    fused = software.fused_attention or _softmax_is_fused(model, strategy)
+    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * device.launch_s
+    forward["launches"] = max(0.0, launched - sum(forward.values()))
+    launched *= software.backward_kernels
+    backward["launches"] = max(0.0, launched - sum(backward.values()) - of_weights)
     times = 2
     if strategy.recompute.mode == "full":
         times = 3
@@ -77,8 +72,25 @@ def layer_time(
     )
 
 
-def product_s(cluster: Cluster, strategy: Strategy, each: MatrixProduct) -> float:
-    """Return the seconds of the forward product with one matrix on one rank."""
+def products_s(
+    cluster: Cluster, strategy: Strategy, every: Iterable[MatrixProduct]
+) -> tuple[float, float, float]:
+    """Return the seconds of products with these matrices on one rank: forward, and both gradients.
+
+    T rows, N outputs, K inputs:   [T, K] x [K, N]   [T, N] x [N, K]   [N, T] x [T, K]
+    """
+    device, precision = cluster.device, strategy.precision
+    forward = of_inputs = of_weights = 0.0
+    for each in every:
+        rows, outputs, inputs, batch = _own_sizes(strategy, each)
+        forward += matrix_product_s(device, rows, outputs, inputs, precision, batch=batch)
+        of_inputs += matrix_product_s(device, rows, inputs, outputs, precision, batch=batch)
+        of_weights += matrix_product_s(device, outputs, inputs, rows, precision, batch=batch)
+    return forward, of_inputs, of_weights
+
+
+def _own_sizes(strategy: Strategy, each: MatrixProduct) -> tuple[float, float, float, int]:
+    """Return rows, outputs, inputs and number of a rank's products with one matrix."""
     layout, tokens = strategy.layout, float(strategy.own_tokens)
     inputs, outputs, batch = float(each.inputs), float(each.outputs), 1
     tp = layout.tp
@@ -92,7 +104,7 @@ def product_s(cluster: Cluster, strategy: Strategy, each: MatrixProduct) -> floa
         outputs /= tp
     elif each.split == "row":
         inputs /= tp
-    return matrix_product_s(cluster.device, tokens, outputs, inputs, strategy.precision, batch=batch)
+    return tokens, outputs, inputs, batch
 
 
 def _core(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software) -> tuple[float, float]:
@@ -107,7 +119,13 @@ def _core(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Sof
     products = matrix_product_s(device, rows, strategy.sequence, model.head_size, precision, batch=batch)
     products += matrix_product_s(device, rows, model.head_size, strategy.sequence, precision, batch=batch)
     count = batch * rows * strategy.sequence
-    return products, elementwise_s(device, software.scores * count)
+    nbytes = software.scores * (1 if _softmax_is_fused(model, strategy) else software.unfused_softmax)
+    return products, elementwise_s(device, nbytes * count)
+
+
+def _softmax_is_fused(model: ModelShape, strategy: Strategy) -> bool:
+    """Return True where Megatron's fused softmax takes the rank's (batch, head) pairs: a multiple of four."""
+    return strategy.microbatch * model.heads // strategy.layout.tp % 4 == 0
 
 
 @dataclass(frozen=True)

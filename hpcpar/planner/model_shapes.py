@@ -254,12 +254,20 @@ class ModelShape:
 
     def layer_parameters(self, layer: int) -> tuple[int, int]:
         """Return the parameters of a layer: those outside experts, and those of experts that ep divides."""
-        products = (*self.attention_products, *self.feed_forward_products(layer))
-        experts = sum(each.weights for each in products if each.copies > 1)
-        dense = sum(each.weights for each in products if each.copies == 1)
-        if self.layer_norm:
-            dense += sum(each.outputs for each in products if each.copies == 1)
-        return dense + self._norm_parameters, experts
+        return self._kind_parameters[self.experts_of(layer) is None]
+
+    @cached_property
+    def _kind_parameters(self) -> Mapping[bool, tuple[int, int]]:
+        """Parameters of a layer by whether it is dense."""
+        found = {}
+        for layer, _ in self.layer_kinds:
+            products = (*self.attention_products, *self.feed_forward_products(layer))
+            experts = sum(each.weights for each in products if each.copies > 1)
+            dense = sum(each.weights for each in products if each.copies == 1)
+            if self.layer_norm:
+                dense += sum(each.outputs for each in products if each.copies == 1)
+            found[self.experts_of(layer) is None] = dense + self._norm_parameters, experts
+        return found
 
     @property
     def _norm_parameters(self) -> int:

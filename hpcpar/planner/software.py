@@ -17,9 +17,16 @@ class Software:
                       sequence parallel: norms, residual, dropout
     split             the same, which tp divides: transposes, activation function, in units of [T, H]
     scores            bytes of softmax and its dropout for each score, without fused attention
-    kernels           launches of a layer's forward; its backward has twice as many
+    unfused_softmax   factor on that where the fused kernel does not take the number of heads
+    softmax_kernels   launches that this adds
+    kernels           launches of a layer's forward
+    backward_kernels  launches of its backward, in units of the forward's
+    head_rate         share of the layers' rate that the output projection reaches
+    logits            elementwise bytes of loss and its backward for each logit
     overlap           share of the backward behind which gradients are reduced; 0 = after it
     hides_messages    the pipeline's messages travel while both ranks compute
+    scatters_messages each tp rank sends its part of a message, which is gathered inside the node
+    step_s            of the optimizer's launches and of what the host does once a step
     gradient_bytes    of one gradient in memory and on the links
     optimizer_bytes   of optimizer state for each parameter, masters included
     float32_parameters   parameters are kept in float32 and rounded when they are gathered
@@ -33,9 +40,16 @@ class Software:
     whole: float = 24.0
     split: float = 24.0
     scores: float = 12.0
-    kernels: int = 20
+    unfused_softmax: float = 2.5
+    softmax_kernels: float = 8
+    kernels: float = 20
+    backward_kernels: float = 1.0
+    head_rate: float = 1.0
+    logits: float = 20.0
     overlap: float = 0.9
     hides_messages: bool = True
+    scatters_messages: bool = False
+    step_s: float = 0.0
     gradient_bytes: int | None = None
     optimizer_bytes: int = 12
     float32_parameters: bool = False
@@ -51,9 +65,23 @@ SOFTWARE = {
     for each in (
         HPCPAR,
         Software(
-            "megatron-deepspeed", False, kernels=26, overlap=0.0, hides_messages=False, gradient_bytes=2
+            "megatron-deepspeed",
+            fused_attention=False,
+            kernels=26,
+            overlap=0.0,
+            hides_messages=False,
+            scatters_messages=True,
+            gradient_bytes=2,
         ),
-        Software("megatron", False, kernels=24, overlap=0.0, hides_messages=False, gradient_bytes=4),
+        Software(
+            "megatron",
+            fused_attention=False,
+            kernels=24,
+            overlap=0.0,
+            hides_messages=False,
+            scatters_messages=True,
+            gradient_bytes=4,
+        ),
         Software("llama3", kernels=18, overlap=0.9),
         Software("torchtitan", kernels=18, overlap=0.9, gradient_bytes=4, optimizer_bytes=8),
     )

@@ -9,7 +9,7 @@ working memory                           a layer that is recomputed; logits and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -48,18 +48,26 @@ def memory_of_stages(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of a rank of each pipeline rank, in order."""
     stages = stages_of(model, strategy)
+    # Most ranks hold alike: a pipeline of 64 has the first, the last and those between.
+    kinds: dict[tuple[Stage, ...], tuple[dict[str, int], int, int]] = {}
+    of_layers = _layers_activations(model, strategy, software)
     found = []
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
-        held = [stages[number] for number in numbers]
-        state = _state(model, strategy, software, held)
-        offloaded = state.pop(OPTIMIZER) if strategy.offload is not None else 0
-        state[ACTIVATIONS] = _activations(model, strategy, software, held, rank)
-        state[WORKING] = _working(model, strategy, software, held)
-        found.append(StageMemory(rank, state, offloaded if strategy.offload == "cpu" else 0))
+        held = tuple(stages[number] for number in numbers)
+        if held not in kinds:
+            state = state_nbytes(*own_parameters(model, strategy, held), strategy, software)
+            chunks = _activations(model, strategy, held, of_layers)
+            kinds[held] = state, chunks, _working(model, strategy, software, held, of_layers)
+        state, chunks, working = kinds[held]
+        purposes = dict(state)
+        offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
+        purposes[ACTIVATIONS] = chunks_alive(strategy, rank) * chunks // len(held)
+        purposes[WORKING] = working
+        found.append(StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0))
     return tuple(found)
 
 
-def own_parameters(model: ModelShape, strategy: Strategy, held: list[Stage]) -> tuple[int, int]:
+def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> tuple[int, int]:
     """Return the parameters of one rank with these stages: outside experts, and of experts. Before ZeRO."""
     layout = strategy.layout
     dense = experts = 0
@@ -78,8 +86,8 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: list[Stage]) -> 
     return dense // layout.tp, experts // (layout.ep * layout.etp)
 
 
-def _state(model: ModelShape, strategy: Strategy, software: Software, held: list[Stage]) -> dict[str, int]:
-    dense, experts = own_parameters(model, strategy, held)
+def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Software) -> dict[str, int]:
+    """Return the bytes of model state by purpose, of a rank with so many parameters before ZeRO."""
     widths = StateWidths.of(_storage(strategy.precision, software), moments=2)
     if software.gradient_bytes is not None:
         widths = replace(widths, gradients=software.gradient_bytes)
@@ -98,23 +106,33 @@ def _storage(precision: str, software: Software) -> str:
     return "bfloat16" if precision == "float8" else precision
 
 
+def _layers_activations(
+    model: ModelShape, strategy: Strategy, software: Software
+) -> Mapping[int, tuple[int, int]]:
+    """Return the bytes of a layer of each kind: with the strategy's recomputation, and without."""
+    found = {}
+    for layer, _ in model.layer_kinds:
+        plain = layer_activations(model, strategy, software, layer, "none")
+        mode = strategy.recompute.mode
+        kept = plain if mode == "none" else layer_activations(model, strategy, software, layer, mode)
+        found[layer] = kept, plain
+    return found
+
+
 def _activations(
-    model: ModelShape, strategy: Strategy, software: Software, held: list[Stage], rank: int
+    model: ModelShape,
+    strategy: Strategy,
+    held: Sequence[Stage],
+    of_layers: Mapping[int, tuple[int, int]],
 ) -> int:
-    alive = chunks_alive(strategy, rank)
-    of_chunk = []
+    """Return the bytes of one chunk on each of these stages together."""
+    nbytes = 0
     for stage in held:
-        nbytes = 0
-        for layer, _ in model.layer_kinds:
+        for layer, (kept, plain) in of_layers.items():
             count = stage.count(layer, model)
-            if not count:
-                continue
-            mode = strategy.recompute.mode
             again = count if strategy.recompute.layers is None else min(count, strategy.recompute.layers)
-            nbytes += again * layer_activations(model, strategy, software, layer, mode)
-            nbytes += (count - again) * layer_activations(model, strategy, software, layer, "none")
-        of_chunk.append(nbytes)
-    return alive * sum(of_chunk) // len(of_chunk)
+            nbytes += again * kept + (count - again) * plain
+    return nbytes
 
 
 def layer_activations(
@@ -156,11 +174,17 @@ def _as_llama(model: ModelShape, layer: int) -> LlamaConfig:
     )
 
 
-def _working(model: ModelShape, strategy: Strategy, software: Software, held: list[Stage]) -> int:
+def _working(
+    model: ModelShape,
+    strategy: Strategy,
+    software: Software,
+    held: Sequence[Stage],
+    of_layers: Mapping[int, tuple[int, int]],
+) -> int:
     layers = [layer for layer, _ in model.layer_kinds if any(stage.count(layer, model) for stage in held)]
     nbytes = software.workspace_nbytes
     if strategy.recompute.mode == "full":
-        nbytes += max(layer_activations(model, strategy, software, layer, "none") for layer in layers)
+        nbytes += max(of_layers[layer][1] for layer in layers)
     if any(stage.heads for stage in held):
         logits = strategy.own_tokens * model.vocab_size // strategy.layout.tp
         nbytes += logits * software.logit_bytes

@@ -20,10 +20,9 @@ from hpcpar.planner.kernels import (
     allreduce_s,
     elementwise_s,
     half_allreduce_s,
-    matrix_product_s,
     send_s,
 )
-from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time
+from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, products_s
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import span_s
 from hpcpar.planner.software import Software
@@ -76,8 +75,12 @@ def step_time(
     stages, m = stages_of(model, strategy), strategy.microbatches
     kinds = [layer for layer, _ in model.layer_kinds]
     of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
-    times = [_stage_time(model, cluster, strategy, stage, of_layers) for stage in stages]
-    hop = _hop_s(model, cluster, strategy)
+    alike = {
+        stage: _stage_time(model, cluster, strategy, stage, of_layers, software)
+        for stage in dict.fromkeys(stages)
+    }
+    times = [alike[stage] for stage in stages]
+    hop = _hop_s(model, cluster, strategy, software)
     blocking = hop if strategy.stages > 1 and not software.hides_messages else 0.0
     forward, backward, weight = ([one.seconds(which) for one in times] for which in PASSES)
     forward = [seconds + blocking for seconds in forward]
@@ -96,8 +99,8 @@ def step_time(
     parts["bubble"] = max(0.0, span - m * by_rank[slowest])
     reduced = _reduction(model, cluster, strategy, software, held, m * sum(weight[s] for s in numbers))
     parts["data parallel"] += reduced.seconds - reduced.hidden_s
-    parts["optimizer"] = _optimizer_s(model, cluster, strategy, software, held)
-    traffic = _traffic(model, cluster, strategy, of_layers, held, reduced)
+    parts["optimizer"] = software.step_s + _optimizer_s(model, cluster, strategy, software, held)
+    traffic = _traffic(model, cluster, strategy, of_layers, held, reduced, software)
     return StepTime({part: parts[part] for part in PARTS}), traffic
 
 
@@ -107,6 +110,7 @@ def _stage_time(
     strategy: Strategy,
     stage: Stage,
     of_layers: Mapping[int, LayerTime],
+    software: Software,
 ) -> LayerTime:
     """Return the time of one microbatch on one stage: its layers, and the head."""
     total: dict[str, dict[str, float]] = {which: defaultdict(float) for which in PASSES}
@@ -116,40 +120,43 @@ def _stage_time(
             for part, seconds in time.passes[which].items():
                 total[which][part] += count * seconds
     if stage.heads:
-        for which, part, seconds in _head(model, cluster, strategy):
+        for which, part, seconds in _head(model, cluster, strategy, software):
             total[which][part] += seconds
     return LayerTime(total)
 
 
-def _head(model: ModelShape, cluster: Cluster, strategy: Strategy) -> list[tuple[str, str, float]]:
+def _head(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
+) -> list[tuple[str, str, float]]:
     """Return the seconds of output projection and loss."""
     device, tp = cluster.device, strategy.layout.tp
     rows, columns = strategy.own_tokens, model.vocab_size / tp
-    product = matrix_product_s(device, rows, columns, model.hidden_size, strategy.precision)
-    passes = elementwise_s(device, 8.0 * rows * columns)
+    whole = products_s(cluster, strategy, [model.head_product])
+    products = [seconds / software.head_rate for seconds in whole]
+    passes = elementwise_s(device, software.logits / 2 * rows * columns)
     group = Group.of(cluster, tp, 1)
     unit = allreduce_s(group, 2.0 * rows * model.hidden_size)
     return [
-        ("forward", "matrix products", product),
+        ("forward", "matrix products", products[0]),
         ("forward", "elementwise", passes),
-        ("backward", "matrix products", product),
+        ("backward", "matrix products", products[1]),
         ("backward", "elementwise", passes),
         ("backward", "tensor parallel", unit),
-        ("weight", "matrix products", product),
+        ("weight", "matrix products", products[2]),
     ]
 
 
-def _hop_s(model: ModelShape, cluster: Cluster, strategy: Strategy) -> float:
+def _hop_s(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software) -> float:
     """Return the seconds of one message between two stages."""
     layout = strategy.layout
     if layout.pp == 1:
         return 0.0
     group = Group.of(cluster, layout.pp, layout.size // layout.pp)
-    return send_s(group, _message_nbytes(model, strategy))
+    return send_s(group, _message_nbytes(model, strategy, software))
 
 
-def _message_nbytes(model: ModelShape, strategy: Strategy) -> float:
-    share = strategy.layout.tp if strategy.sequence_parallel else 1
+def _message_nbytes(model: ModelShape, strategy: Strategy, software: Software) -> float:
+    share = strategy.layout.tp if strategy.sequence_parallel or software.scatters_messages else 1
     return _itemsize(strategy) * strategy.own_tokens * model.hidden_size / share
 
 
@@ -219,6 +226,7 @@ def _traffic(
     of_layers: Mapping[int, LayerTime],
     held: list[Stage],
     reduced: AxisTraffic,
+    software: Software,
 ) -> tuple[AxisTraffic, ...]:
     """Return a rank's traffic on all axes of more than one rank."""
     layout, m = strategy.layout, strategy.microbatches
@@ -236,7 +244,7 @@ def _traffic(
     if layout.pp > 1:
         group = Group.of(cluster, layout.pp, layout.size // layout.pp)
         messages = 2 * m * len(held)
-        nbytes = _message_nbytes(model, strategy)
+        nbytes = _message_nbytes(model, strategy, software)
         found.append(AxisTraffic("pp", group.link.name, messages * nbytes, messages * send_s(group, nbytes)))
     if reduced.nbytes:
         found.append(reduced)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.pipeline_schedules.schedule_registry import METHODS, find
+from hpcpar.planner.layout import Layout
 from hpcpar.planner.shapes import Recompute
-
-if TYPE_CHECKING:
-    from hpcpar.mesh import Layout
 
 NO_RECOMPUTE = Recompute()
 

@@ -1,0 +1,496 @@
+"""Search of all legal layouts for the fastest that fits: `search(PlanRequest(...))`.
+
+    every layout of the ranks ──rules──▶ refused, with the reason
+            │ least memory that any of its strategies needs
+            ├──more than the device──▶ refused: memory over by x GiB in stage s
+            ▼
+    microbatch x recomputation, then schedule x stages per rank, then stage of ZeRO
+            in the order of a lower bound on the step's time; ends when the bound exceeds the K-th best
+
+The bound of a strategy is what its kernels and in-layer communication take on an average rank, and the
+bubble of its schedule where that has a closed form. It is never above the estimate, so nothing that is left
+out can be among the K best: a test compares the result with all strategies, one by one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.estimate import Estimate
+from hpcpar.planner.layer_time import PASSES, layer_time
+from hpcpar.planner.layout import Layout
+from hpcpar.planner.memory import OPTIMIZER
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.pipeline_time import SIMULATED
+from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_refusal
+from hpcpar.planner.shapes import RECOMPUTE_MODES, Recompute
+from hpcpar.planner.software import HPCPAR, Software
+from hpcpar.planner.stage_memory import StageMemory, memory_of_stages, state_nbytes
+from hpcpar.planner.step_time import step_time
+from hpcpar.planner.strategy import Strategy
+from hpcpar.units import GiB
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that are searched. GPipe and naive take as long as 1F1B at least, and keep more."""
+
+MOST_SEQUENCES = 64
+"""Largest microbatch that is searched; a larger one is taken where it is fixed."""
+
+DEGREE_KEYS = ("pp", "dp", "cp", "tp", "ep", "etp")
+OPTION_KEYS = (
+    *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
+    *("cp_method", "offload"),
+)
+FIXABLE = (*DEGREE_KEYS, *OPTION_KEYS)
+"""What a request may fix; all but cp_method and offload are searched otherwise."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    cluster        its nodes are all used
+    global_batch   sequences of an optimizer step, of `sequence` tokens each
+    fixed          the values allowed, by key of FIXABLE: {"tp": (4, 8)}
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    precision: str = "bfloat16"
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    software: Software = HPCPAR
+
+    def __post_init__(self) -> None:
+        for key in self.fixed:
+            if key not in FIXABLE:
+                raise ConfigError(f"{key!r} cannot be fixed; there are {', '.join(FIXABLE)}")
+        self.cluster.device.peak(self.precision)
+
+    def allows(self, key: str, value: Any) -> bool:
+        """True where `key` is not fixed, or may have this value."""
+        return key not in self.fixed or value in self.fixed[key]
+
+    def only(self, key: str, default: Any) -> tuple[Any, ...]:
+        """Return the values fixed, or the default alone."""
+        return tuple(self.fixed.get(key, (default,)))
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that cannot be, with the reason.
+
+    over_nbytes   memory that is lacking; 0 for another reason
+    """
+
+    layout: Layout
+    kind: str
+    reason: str
+    over_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of a search.
+
+    ranked     the best strategy of each of the K fastest layouts, fastest first
+    rejected   layouts of which no strategy can be or fits
+    layouts    number of all layouts, ranked, slower or rejected
+    priced     number of strategies whose step was priced
+    """
+
+    request: PlanRequest
+    ranked: tuple[Estimate, ...]
+    rejected: tuple[Rejected, ...]
+    layouts: int
+    priced: int
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest; LayoutError where none fits."""
+        if not self.ranked:
+            raise LayoutError("no layout fits")
+        return self.ranked[0]
+
+    def rejected_by_kind(self) -> dict[str, list[Rejected]]:
+        """Return the rejected layouts by kind of reason, most frequent first."""
+        kinds: dict[str, list[Rejected]] = {}
+        for one in self.rejected:
+            kinds.setdefault(one.kind, []).append(one)
+        return dict(sorted(kinds.items(), key=lambda item: -len(item[1])))
+
+
+def search(request: PlanRequest, *, top: int = 10) -> Plan:
+    """Find the `top` fastest layouts that fit, each with its best strategy; and why others cannot be."""
+    rejected: list[Rejected] = []
+    legal: list[Layout] = []
+    number = 0
+    bounds = _Bounds(request)
+    for layout in layouts_of(request):
+        number += 1
+        refused = _refused(request, layout) or _lacks_memory(request, layout)
+        if refused is None:
+            legal.append(layout)
+        else:
+            rejected.append(refused)
+    ranked, priced = _fastest(request, legal, bounds, top)
+    return Plan(request, tuple(ranked), tuple(rejected), number, priced)
+
+
+def fits_somewhere(request: PlanRequest) -> bool:
+    """True where any strategy of any layout fits; nothing is timed."""
+    return any(
+        _refused(request, layout) is None and _lacks_memory(request, layout) is None
+        for layout in layouts_of(request)
+    )
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def layouts_of(request: PlanRequest) -> Iterator[Layout]:
+    """Yield every layout of all devices that the fixed degrees allow. Dense models have no ep."""
+    size, experts = request.cluster.size, request.model.experts
+    for tp in filter(lambda d: request.allows("tp", d), divisors(size)):
+        for cp in filter(lambda d: request.allows("cp", d), divisors(size // tp)):
+            for pp in filter(lambda d: request.allows("pp", d), divisors(size // (tp * cp))):
+                dp = size // (tp * cp * pp)
+                if not request.allows("dp", dp):
+                    continue
+                for etp in {1, tp} if experts is not None or "etp" in request.fixed else {1}:
+                    if not request.allows("etp", etp):
+                        continue
+                    for ep in divisors(dp * cp * tp // etp) if experts is not None else (1,):
+                        if request.allows("ep", ep):
+                            yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
+    refusal = layout_refusal(
+        request.model,
+        request.cluster,
+        layout,
+        global_batch=request.global_batch,
+        sequence=request.sequence,
+        across_nodes="tp" in request.fixed,
+    )
+    if refusal is not None:
+        return Rejected(layout, refusal.kind, refusal.reason)
+    if not microbatches_of(request, layout):
+        asked = ", ".join(map(str, request.fixed.get("microbatch", ())))
+        return Rejected(
+            layout,
+            "batch",
+            f"microbatch={asked} does not divide the {request.global_batch // layout.dp} sequences of each "
+            f"of dp={layout.dp} ranks",
+        )
+    if True in request.fixed.get("sequence_parallel", ()) and not _sequence_parallel(request, layout):
+        return Rejected(
+            layout,
+            "sequence",
+            f"sequence={request.sequence} does not divide among the {layout.cp * layout.tp} ranks of cp and "
+            "tp",
+        )
+    if not any(True for _ in _pipelines(request, layout)):
+        return Rejected(layout, "schedule", "no schedule that is allowed has a layer for each of its stages")
+    return None
+
+
+# --- strategies of a layout -----------------------------------------------------------------------
+
+
+def strategies(request: PlanRequest, layout: Layout) -> Iterator[Strategy]:
+    """Yield every strategy of a legal layout that is searched."""
+    for microbatch in microbatches_of(request, layout):
+        for recompute in recomputations(request):
+            for schedule, per_rank in _pipelines(request, layout):
+                yield from _with_zero(request, layout, microbatch, recompute, schedule, per_rank)
+
+
+def microbatches_of(request: PlanRequest, layout: Layout) -> list[int]:
+    """Return the microbatches that divide the sequences of a dp rank."""
+    own = request.global_batch // layout.dp
+    if "microbatch" in request.fixed:
+        return [size for size in request.fixed["microbatch"] if own % size == 0]
+    return [size for size in divisors(own) if size <= MOST_SEQUENCES]
+
+
+def recomputations(request: PlanRequest) -> list[Recompute]:
+    """Return what may be recomputed, least first."""
+    return [Recompute(mode) for mode in RECOMPUTE_MODES if request.allows("recompute", mode)]
+
+
+def _pipelines(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, int | None]]:
+    """Yield the schedules, with stages per rank where the schedule leaves them open."""
+    if layout.pp == 1:
+        yield "1f1b", None
+        return
+    most = request.model.layers // layout.pp
+    for schedule in request.fixed.get("schedule", SCHEDULES):
+        if schedule == "interleaved":
+            allowed = [n for n in divisors_up_to(most) if request.allows("stages_per_rank", n)]
+            yield from ((schedule, n) for n in allowed if n > 1)
+        elif (2 if schedule in ("zb-v", "dualpipe-v") else 1) <= most:
+            yield schedule, None
+
+
+def divisors_up_to(most: int) -> list[int]:
+    """Return 1, 2, 4, 8 … and `most` itself."""
+    powers = [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+    return sorted({*powers, most}) if most else []
+
+
+def _sequence_parallel(request: PlanRequest, layout: Layout) -> bool:
+    """True where the sequence is divided over tp: wherever it can be: it needs less, and no longer."""
+    can = layout.tp > 1 and sequence_parallel_fits(layout, request.sequence)
+    return can and request.allows("sequence_parallel", True)
+
+
+def _with_zero(
+    request: PlanRequest,
+    layout: Layout,
+    microbatch: int,
+    recompute: Recompute,
+    schedule: str,
+    per_rank: int | None,
+) -> Iterator[Strategy]:
+    first = Strategy(
+        layout,
+        request.global_batch,
+        microbatch,
+        request.sequence,
+        schedule=schedule,
+        stages_per_rank=per_rank,
+        recompute=recompute,
+        precision=request.precision,
+        sequence_parallel=_sequence_parallel(request, layout),
+    )
+    for stage in (0, 1, 2, 3):
+        if not request.allows("zero_stage", stage) or zero_refusal(request.model, layout, stage, schedule):
+            continue
+        if stage and layout.dp * layout.cp == 1 and "zero_stage" not in request.fixed:
+            continue
+        for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
+            for place in request.only("offload", None):
+                yield replace(
+                    first,
+                    zero_stage=stage,
+                    cp_method=method,
+                    offload=place,
+                )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _lacks_memory(request: PlanRequest, layout: Layout) -> Rejected | None:
+    """Return the least memory that is lacking, if even the strategy that needs least does not fit.
+
+    Memory grows with the microbatch, so the smallest is looked at; of the others all, most saving first.
+    """
+    microbatch, least = min(microbatches_of(request, layout)), None
+    for recompute in reversed(recomputations(request)):
+        for strategy in [
+            one
+            for pipeline in _pipelines(request, layout)
+            for one in _most_sharded([*_with_zero(request, layout, microbatch, recompute, *pipeline)])
+        ]:
+            if least is not None and _state_exceeds(request, strategy):
+                continue
+            stages = memory_of_stages(request.model, request.cluster, strategy, request.software)
+            over = over_nbytes(request, stages)
+            if over <= 0:
+                return None
+            if least is None or over < least[0]:
+                least = over, strategy, max(stages, key=lambda stage: stage.nbytes)
+    if least is None:
+        stage = ", ".join(map(str, request.fixed.get("zero_stage", ())))
+        reason = zero_refusal(request.model, layout, 3, "1f1b") or "there is nothing to shard over"
+        return Rejected(layout, "ZeRO", f"zero_stage={stage} cannot be with {layout}: {reason}")
+    over, strategy, worst = least
+    return Rejected(layout, "memory", _memory_reason(strategy, worst, over), over)
+
+
+def _most_sharded(of_stages: list[Strategy]) -> list[Strategy]:
+    """Return the strategies that may need least: those of ZeRO-3, and of the highest stage below it."""
+    below = max((one.zero_stage for one in of_stages if one.zero_stage < 3), default=0)
+    return [one for one in of_stages if one.zero_stage in (below, 3)]
+
+
+def _state_exceeds(request: PlanRequest, strategy: Strategy) -> bool:
+    """True where the model state of an average rank, all of it sharded, is already more than a device has."""
+    layout, model = strategy.layout, request.model
+    experts = sum(count * model.layer_parameters(layer)[1] for layer, count in model.layer_kinds)
+    dense = (model.parameters() - experts) // (layout.tp * layout.pp)
+    experts //= layout.ep * layout.etp * layout.pp
+    state = state_nbytes(dense, experts, strategy, request.software)
+    if strategy.offload is not None:
+        del state[OPTIMIZER]
+    return sum(state.values()) > request.cluster.device.memory_nbytes
+
+
+def over_nbytes(request: PlanRequest, stages: Sequence[StageMemory]) -> int:
+    """Return the bytes by which the worst rank, or its host, exceeds what there is; 0 or less: it fits."""
+    cluster = request.cluster
+    device = max(stage.nbytes for stage in stages) - cluster.device.memory_nbytes
+    on_host = max(stage.host_nbytes for stage in stages) * cluster.devices_per_node
+    return max(device, on_host - cluster.host_memory_nbytes) if on_host else device
+
+
+def _memory_reason(strategy: Strategy, worst: StageMemory, over: int) -> str:
+    largest, nbytes = max(worst.purposes.items(), key=lambda item: item[1])
+    where = f" in stage {worst.rank}" if strategy.layout.pp > 1 else ""
+    how = [f"microbatch {strategy.microbatch}", f"ZeRO-{strategy.zero_stage}"]
+    if strategy.recompute.mode != "none":
+        how.append(f"recompute {strategy.recompute.mode}")
+    return (
+        f"memory over by {over / GiB:.1f} GiB{where} even with {', '.join(how)}: "
+        f"{worst.nbytes / GiB:.1f} GiB, of which {nbytes / GiB:.1f} for {largest}"
+    )
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+class _Bounds:
+    """Lower bounds on the time of a step. Layers' times are kept by what they depend on."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._layers: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+
+    def passes(self, strategy: Strategy) -> tuple[float, float, float]:
+        """Return the seconds of F, B and W of one microbatch on all layers together."""
+        layout = strategy.layout
+        key = (
+            *(layout.cp, layout.tp, layout.ep, layout.etp, strategy.microbatch, strategy.recompute.mode),
+            strategy.cp_method,
+        )
+        if key not in self._layers:
+            total = [0.0, 0.0, 0.0]
+            for layer, count in self.request.model.layer_kinds:
+                time = layer_time(
+                    self.request.model, self.request.cluster, strategy, self.request.software, layer
+                )
+                for index, which in enumerate(PASSES):
+                    total[index] += count * time.seconds(which)
+            self._layers[key] = (total[0], total[1], total[2])
+        return self._layers[key]
+
+    def any_schedule(self, strategy: Strategy) -> float:
+        """Return the least time with any schedule: no bubble."""
+        return strategy.microbatches * sum(self.passes(strategy)) / strategy.layout.pp
+
+    def of(self, strategy: Strategy) -> float:
+        """Return the least time with the strategy's schedule, its bubble with it.
+
+        m·T + the idle time of the closed forms (`pipeline_time`), for T the average rank's time.
+        """
+        forward, backward, weight = self.passes(strategy)
+        total, p, m = forward + backward + weight, strategy.layout.pp, strategy.microbatches
+        if p == 1 or m * strategy.stages <= SIMULATED:
+            return m * total / p
+        v = strategy.chunks_per_rank
+        if strategy.schedule in ("1f1b", "interleaved"):
+            return (m - 1 / v) * total / p + total / v
+        if strategy.schedule == "zb-h1":
+            return (m - 1) * total / p + max(0.0, forward + backward - weight)
+        if strategy.schedule == "zb-v":
+            return (m - 0.5) * total / p + forward / 2
+        return m * total / p
+
+
+class _Memory:
+    """Memory of strategies. One that needs more than another that does not fit is not looked at.
+
+    Memory grows with the microbatch, and with a lower stage of ZeRO, but from 3 to 2.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._lacking: dict[tuple[Any, ...], int] = {}  # the smallest microbatch that does not fit
+
+    def fitting(self, some: Strategy) -> Iterator[tuple[Strategy, tuple[StageMemory, ...]]]:
+        """Yield the strategies that differ from `some` in ZeRO's stage and fit, with their memory."""
+        request = self.request
+        pipeline = some.schedule, some.stages_per_rank
+        for strategy in reversed(
+            [*_with_zero(request, some.layout, some.microbatch, some.recompute, *pipeline)]
+        ):
+            key = (some.layout, *pipeline, some.recompute.mode, strategy.cp_method, strategy.offload)
+            stage = strategy.zero_stage
+            if strategy.microbatch >= self._lacking.get((*key, stage), strategy.microbatch + 1):
+                continue
+            stages = memory_of_stages(request.model, request.cluster, strategy, request.software)
+            if over_nbytes(request, stages) <= 0:
+                yield strategy, stages
+                continue
+            for lower in range(stage + 1) if stage < 3 else (3,):
+                before = self._lacking.get((*key, lower), strategy.microbatch)
+                self._lacking[(*key, lower)] = min(before, strategy.microbatch)
+
+
+def _fastest(
+    request: PlanRequest, legal: list[Layout], bounds: _Bounds, top: int
+) -> tuple[list[Estimate], int]:
+    """Price strategies in the order of their bounds until no other can be among the `top` best layouts."""
+    count = itertools.count()
+    heap: list[tuple[float, int, Strategy, bool]] = []
+    for layout in legal:
+        for microbatch in microbatches_of(request, layout):
+            for recompute in recomputations(request):
+                some = next(
+                    one
+                    for pipeline in _pipelines(request, layout)
+                    for one in _with_zero(request, layout, microbatch, recompute, *pipeline)
+                )
+                heap.append((bounds.any_schedule(some), next(count), some, False))
+    heapq.heapify(heap)
+    best: dict[Layout, Estimate] = {}
+    priced, memory = 0, _Memory(request)
+    while heap:
+        bound, _, some, has_schedule = heapq.heappop(heap)
+        times = sorted(one.step_s for one in best.values())
+        limit = times[top - 1] if len(times) >= top else float("inf")
+        if bound > limit:
+            break
+        if some.layout in best and bound >= best[some.layout].step_s:
+            continue
+        if not has_schedule:
+            for schedule, per_rank in _pipelines(request, some.layout):
+                one = replace(some, schedule=schedule, stages_per_rank=per_rank)
+                heapq.heappush(heap, (bounds.of(one), next(count), one, True))
+            continue
+        for strategy, stages in memory.fitting(some):
+            found = _priced(request, strategy, stages)
+            priced += 1
+            if strategy.layout not in best or _order(found) < _order(best[strategy.layout]):
+                best[strategy.layout] = found
+    return sorted(best.values(), key=_order)[:top], priced
+
+
+def _order(one: Estimate) -> tuple[float, int, int]:
+    """Order by time; of equal times (to 1e-6) the simpler first: fewer axes, less ZeRO."""
+    layout = one.strategy.layout
+    axes = sum(layout.degree(axis) > 1 for axis in DEGREE_KEYS)
+    return float(f"{one.step_s:.6e}"), axes, one.strategy.zero_stage
+
+
+def _priced(request: PlanRequest, strategy: Strategy, stages: tuple[StageMemory, ...]) -> Estimate:
+    """Return the estimate of a strategy whose memory is known."""
+    model, cluster, software = request.model, request.cluster, request.software
+    time, traffic = step_time(model, cluster, strategy, software)
+    return Estimate(model, cluster, strategy, software, stages, time, traffic)
