@@ -83,7 +83,7 @@ class ExpertsSection(Section):
 class ModelSection(Section):
     """A preset and changes to it, or a model of Hugging Face. Fields as in `LlamaConfig`.
 
-    hugging_face   its directory: sizes, tokenizer and initial values are those of its files
+    hugging_face   its directory, in place of the preset: sizes, tokenizer and initial values are its files'
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
     seed           of the initial values

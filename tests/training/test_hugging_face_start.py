@@ -143,7 +143,6 @@ def test_its_tokenizer_and_sizes_are_taken_and_told(config_of: MakeConfig, tmp_p
     ("changes", "reason"),
     [
         ({"layers": 2}, r"model.layers = 2, but .* has 3; leave it out"),
-        ({"preset": "5m"}, r"model.preset = '5m' with model.hugging_face"),
         ({"experts": {"count": 4}}, "is a model without experts"),
         ({"max_sequence": 8}, r"train.sequence = 16 is longer than model.max_sequence = 8"),
     ],
