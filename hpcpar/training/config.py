@@ -411,7 +411,12 @@ class Config(Section):
         if config.max_sequence < self.train.sequence:
             raise ConfigError(
                 f"train.sequence = {self.train.sequence} is longer than model.max_sequence = "
-                f"{config.max_sequence}; leave model.max_sequence out, or raise it"
+                f"{config.max_sequence}; "
+                + (
+                    f"set model.max_sequence={self.train.sequence} to go beyond its files"
+                    if self.model.hugging_face
+                    else "leave model.max_sequence out, or raise it"
+                )
             )
         if (self.train.recompute_layers or 0) > config.layers:
             raise ConfigError(

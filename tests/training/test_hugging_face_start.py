@@ -144,7 +144,7 @@ def test_its_tokenizer_and_sizes_are_taken_and_told(config_of: MakeConfig, tmp_p
     [
         ({"layers": 2}, r"model.layers = 2, but .* has 3; leave it out"),
         ({"experts": {"count": 4}}, "is a model without experts"),
-        ({"max_sequence": 8}, r"train.sequence = 16 is longer than model.max_sequence = 8"),
+        ({"max_sequence": 8}, r"model.max_sequence = 8; set model.max_sequence=16"),
     ],
 )
 def test_a_key_that_contradicts_the_directory_is_refused(
