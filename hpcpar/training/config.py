@@ -409,14 +409,12 @@ class Config(Section):
                 f"tokens; leave model.vocab_size out, or make it at least that"
             )
         if config.max_sequence < self.train.sequence:
+            advice = "leave model.max_sequence out, or raise it"
+            if self.model.hugging_face is not None:
+                advice = f"set model.max_sequence={self.train.sequence} to go beyond what its files say"
             raise ConfigError(
                 f"train.sequence = {self.train.sequence} is longer than model.max_sequence = "
-                f"{config.max_sequence}; "
-                + (
-                    f"set model.max_sequence={self.train.sequence} to go beyond its files"
-                    if self.model.hugging_face
-                    else "leave model.max_sequence out, or raise it"
-                )
+                f"{config.max_sequence}; {advice}"
             )
         if (self.train.recompute_layers or 0) > config.layers:
             raise ConfigError(
