@@ -1,4 +1,4 @@
-"""The command line: `hpcpar run`, `train`, `export`, `serve`, `doctor`, `draw`, `bench`.
+"""The command line: `hpcpar run`, `train`, `export`, `serve`, `doctor`, `plan`, `draw`, `bench`.
 
 A command's module is imported when the command is called, so that `hpcpar run` and `hpcpar draw`
 start at once, without torch or MPI. A command returns its exit status, or None for 0.
@@ -29,6 +29,7 @@ COMMANDS: Commands = {
         "doctor",
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
+    "plan": ("hpcpar.cli.plan", "plan", "Rank layouts for a model on a machine: memory, time, why not."),
     "draw": (
         "hpcpar.cli.draw_commands",
         "draw",
