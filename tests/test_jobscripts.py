@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcpar.training.config import Config, parse
+from hpcpar.training.recipes import names, recipe
 
 ROOT = Path(__file__).parent.parent
 DIRECTORY = ROOT / "jobscripts"
@@ -42,6 +43,14 @@ TRAINING = {
     "pbs-single-node": (1, 1, 0),
     "preemptible": (1, 1, 0),
     "ray-preprocess": (1, 1, 0),
+    "recipe-deepseek-v3": (16, 1, 1),
+    "recipe-gemma2-27b": (1, 8, 3),
+    "recipe-gemma2-2b": (1, 1, 3),
+    "recipe-gemma2-9b": (1, 4, 3),
+    "recipe-llama3-405b": (16, 8, 1),
+    "recipe-olmo-7b": (1, 1, 3),
+    "recipe-yi-34b": (2, 4, 1),
+    "recipe-yi-lightning": (1, 1, 1),
     "single-node": (1, 1, 0),
     "sweep": (1, 1, 0),
     "zero-3": (1, 1, 3),
@@ -53,11 +62,17 @@ def named(name: str) -> Path:
 
 
 def asked(script: Path) -> Config:
-    """What a script overrides, outside of its comments; where it says a variable, its name stands."""
+    """What a script overrides, outside of its comments; where it says a variable, its name stands.
+
+    Of a recipe its first stage.
+    """
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     words = re.sub(r"\$\{?(\w+)\}?", r"\1", "\n".join(lines).replace("\\\n", " ")).split()
     overrides = [word.replace('"', "") for word in words if re.match(r"[a-z_]+\.[a-z_]+=", word)]
     overrides = [word.replace("device=device", "device=cuda") for word in overrides]
+    if "--recipe" in words:
+        name = words[words.index("--recipe") + 1]
+        return recipe(name, full="--full" in words, overrides=overrides).stages[0]
     return parse("", source="nothing", overrides=overrides)
 
 
@@ -101,6 +116,13 @@ def test_layers_are_divided_within_a_node_and_pipelines_and_stage_3_are_across_n
     assert shape["nodes"] == str(three.mesh.pp)
     dp, rest = divmod(int(shape["ntasks-per-node"]), three.mesh.tp)
     assert (dp, rest) == (2, 0)
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_recipe_has_a_script_that_asks_for_its_ranks(name: str) -> None:
+    script = named(f"recipe-{name}")
+    mesh, shape = asked(script).mesh, directives(script)
+    assert int(shape["nodes"]) * int(shape["ntasks-per-node"]) == mesh.pp * mesh.dp * mesh.cp * mesh.tp
 
 
 def test_the_site_block_is_the_same_in_every_script_and_in_the_readme() -> None:

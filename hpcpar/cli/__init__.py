@@ -19,6 +19,9 @@ import hpcpar
 Commands = Mapping[str, tuple[str, str, str]]
 """name -> (module, name in it, what it does)"""
 
+EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}
+"""Packages that some commands need, and the extra of hpcpar that installs them."""
+
 COMMANDS: Commands = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
     "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
@@ -84,4 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         raise KeyboardInterrupt from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRA_OF.get(package)
+        if extra is None:
+            raise
+        # Raised: a rank that ended quietly would leave the others waiting.
+        raise ModuleNotFoundError(
+            f"this needs {package}, which is not installed: pip install 'hpcpar[{extra}]'", name=error.name
+        ) from error
     sys.exit(status if isinstance(status, int) else 0)

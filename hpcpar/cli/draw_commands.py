@@ -37,6 +37,16 @@ COMMANDS: Commands = {
         "balance",
         "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
+    "zero": (
+        "hpcpar.cli.draw_zero",
+        "zero",
+        "Stages of ZeRO: memory of the model state on each rank, and traffic.",
+    ),
+    "overlap": (
+        "hpcpar.cli.draw_overlap",
+        "overlap",
+        "A step of a run: communication that it hid behind computing.",
+    ),
     "activations": (
         "hpcpar.cli.draw_activations",
         "activations",
@@ -56,7 +66,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
-    """Draw a collective, a pipeline's schedule, context or expert parallelism, or a layer's activations."""
+    """Draw collectives, pipelines, context and expert parallelism, a run's overlap, or activations."""
 
 
 @click.command()

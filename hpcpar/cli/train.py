@@ -1,4 +1,7 @@
-"""`hpcpar train config.toml [key=value …] [--resume]`: a training run, this process being one rank."""
+"""`hpcpar train config.toml [key=value …] [--resume]`: a training run, this process being one rank.
+
+`--recipe NAME` takes a file that comes with the package; `--dry-run` prints what a run needs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,10 @@ from hpcpar.launch.signals import SIGNALS, EarlySignals
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.preemption import Preemption
-    from hpcpar.training import Outcome, Run
+    from hpcpar.training import Config, Outcome, Run
+
+LIST = "list of recipes"
+"""Value of --recipe without a name."""
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
@@ -38,10 +45,26 @@ ASKED_WRONGLY = (
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("words", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in output.directory, if any.")
-def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
+@click.option(
+    "--recipe",
+    is_flag=False,
+    flag_value=LIST,
+    metavar="[NAME]",
+    help="In place of CONFIG: how a known model was trained, scaled to 8 ranks. Without NAME: list them.",
+)
+@click.option("--full", is_flag=True, help="With --recipe: the run at its published size.")
+@click.option("--dry-run", is_flag=True, help="Print memory by purpose and bytes by axis; start nothing.")
+@click.option("--machine", help="With --dry-run: a machine of the planner, or its file [default: h100-dgx].")
+def train(
+    words: tuple[str, ...],
+    resume: bool,
+    recipe: str | None,
+    full: bool,
+    dry_run: bool,
+    machine: str | None,
+) -> int:
     """Train the model that the TOML file CONFIG describes, on all ranks of the job.
 
     KEY=VALUE overrides a key of the file, as in train.steps=100. Start it under mpiexec or srun, or
@@ -51,6 +74,14 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
     So has Ctrl-C, with status 130, and a second one ends it at once. --resume goes on.
     A Slurm job that was put back into the queue goes on from its newest checkpoint by itself.
     """
+    if recipe == LIST:
+        from hpcpar.training import recipes
+
+        click.echo(recipes.listing())
+        return 0
+    asked = _asked(words, recipe, full)
+    if dry_run or machine:
+        return _dry_run(asked, machine)
     # What follows takes seconds, on many nodes minutes, in which a signal shall not end the job.
     with ExitStack() as stack:
         early = EarlySignals(SIGNALS)
@@ -63,31 +94,82 @@ def train(config: Path, overrides: tuple[str, ...], resume: bool) -> int:
         except KeyboardInterrupt:
             click.echo("hpcpar train: Ctrl-C before the run began", err=True)
             return INTERRUPTED
-        return _train(config, overrides, resume, world, early, stack)
+        return _train(asked, resume, world, early, stack)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The file or the recipe that was asked for, and changes to it."""
+
+    source: str
+    overrides: tuple[str, ...]
+    recipe: str | None = None
+    full: bool = False
+
+    def stages(self, world: Communicator | None = None) -> tuple[Config, ...]:
+        """Return the configuration of each stage. Collective: rank 0 reads a file for all."""
+        from hpcpar.training import parse_stages, recipes
+        from hpcpar.training.config import read_text
+
+        if self.recipe is not None:
+            return recipes.recipe(self.recipe, full=self.full, overrides=self.overrides).stages
+        if world is None:
+            text = read_text(Path(self.source))
+        else:
+            text = ""
+            with world.together(f"reading {self.source}"):
+                if world.rank == 0:
+                    text = read_text(Path(self.source))
+            text = world.broadcast_object(text)
+        return parse_stages(text, source=self.source, overrides=self.overrides)
+
+
+def _asked(words: tuple[str, ...], recipe: str | None, full: bool) -> Asked:
+    """Return what the command line names; a click.UsageError where it names none or two."""
+    if recipe is not None:
+        return Asked(f"recipe {recipe}", words, recipe, full)
+    if full:
+        raise click.UsageError("--full is the published size of a recipe; name one: --recipe NAME --full")
+    if not words:
+        raise click.UsageError("Missing argument 'CONFIG': a TOML file, or --recipe NAME in its place.")
+    return Asked(words[0], words[1:])
+
+
+def _dry_run(asked: Asked, machine: str | None) -> int:
+    """Print the planner's account of a run; return the exit status."""
+    from hpcpar.training import recipes
+    from hpcpar.training.dry_run import describe
+
+    try:
+        about = None
+        if asked.recipe is not None:
+            about = recipes.recipe(asked.recipe, full=asked.full, overrides=asked.overrides)
+            machine = machine or (about.machine if asked.full else None)
+        else:
+            machine = machine or "h100-dgx"
+        click.echo(describe(asked.stages(), machine, about))
+    except errors.HpcparError as error:
+        click.echo(f"hpcpar train: {error}", err=True)
+        return CANNOT_WORK
+    return 0
 
 
 def _train(
-    config: Path,
-    overrides: tuple[str, ...],
+    asked: Asked,
     resume: bool,
     world: Communicator,
     early: EarlySignals,
     stack: ExitStack,
 ) -> int:
     from hpcpar.cli.console import own_console
-    from hpcpar.training import parse_stages, runs
-    from hpcpar.training.config import read_text
+    from hpcpar.training import runs
 
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
     restarts = slurm.restarts()
     if restarts and not resume and world.rank == 0:
         click.echo(f"Slurm started this job again (SLURM_RESTART_COUNT={restarts}): as with --resume")
-    text = ""
     try:
-        with world.together(f"reading {config}"):
-            if world.rank == 0:
-                text = read_text(config)
-        configs = parse_stages(world.broadcast_object(text), source=str(config), overrides=overrides)
+        configs = asked.stages(world)
         preemption = _preemption(configs[0].train.preemptible, world, early, stack)
     except ASKED_WRONGLY as error:
         _say_once(error, world)

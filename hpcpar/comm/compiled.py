@@ -258,6 +258,7 @@ class CompiledCollective:
             time.perf_counter(),
             nbytes_sent=self.tally.nbytes_sent,
             algorithm=self.by,
+            blocking=self.handle is None,
         )
 
     @property

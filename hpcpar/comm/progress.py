@@ -144,7 +144,11 @@ class Progress:
                     if words[word] != value:
                         break
         finally:
-            compiled.row.seconds_waited += time.perf_counter() - started_s
+            stopped_s = time.perf_counter()
+            compiled.row.seconds_waited += stopped_s - started_s
+            trace = compiled.runtime.trace
+            if trace is not None:
+                trace.add(f"{compiled.collective} {compiled.comm}", "waiting", started_s, stopped_s)
 
     def give_up(self, comm: str) -> list[CompiledCollective]:
         """Advance the calls under way on this communicator no more, and return them."""

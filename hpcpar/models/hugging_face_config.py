@@ -174,6 +174,12 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
             "one latent vector, and hpcpar's attention has heads of keys and values. Its mixture of experts "
             "is here: take the preset deepseek-v3-mixture, or a glm4_moe, which has both"
         )
+    if kind in ("qwen2", "qwen2_moe"):
+        raise ConfigError(
+            f"a model of the type {kind!r} has biases in the attention's projections, and hpcpar has "
+            "none; Qwen3 has none either. Train it as a model of transformers: hugging_face_llama_plan, "
+            "share_sequences and share_experts make it parallel"
+        )
     if kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
     _require_plain_attention(config)

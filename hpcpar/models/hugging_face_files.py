@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from hpcpar.tensor_parallel import own_shard
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+    from hpcpar.models.stages import LlamaStages
 
 OF_TRAINING = frozenset(
     {
@@ -64,7 +65,7 @@ def read_sizes(directory: Path | str) -> LlamaConfig:
 
 
 @torch.no_grad()
-def read_parameters(model: Llama, directory: Path | str, comm: Communicator) -> None:
+def read_parameters(model: Llama | LlamaStages, directory: Path | str, comm: Communicator) -> None:
     """Fill the parameters and biases of a model, or of a rank's part of it, from a directory. Collective.
 
     comm     the ranks that hold the model; each reads what it has, once
@@ -78,6 +79,35 @@ def read_parameters(model: Llama, directory: Path | str, comm: Communicator) -> 
             _read(model, Path(directory))
         except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
+
+
+def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator) -> Callable[[str], Tensor]:
+    """Return a function from a parameter's or bias's name to its whole value, read when called. Collective.
+
+    For `fully_shard`, which asks for one value at a time. A name that the model does not have is a KeyError.
+    errors   as `read_parameters`; of the function, CheckpointError
+    """
+    directory = Path(directory)
+    with comm.together(f"reading {directory}"):
+        _require_same_model(sizes, read_sizes(directory), directory)
+        try:
+            names, file_of = file_names(sizes), _files(directory)
+        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
+        _require_complete(set(names.values()), set(file_of), sizes.layers, directory)
+    shapes = sizes.shapes()
+
+    def value_of(name: str) -> Tensor:
+        stored_as = names[name]
+        try:
+            with safe_open(directory / file_of[stored_as], framework="pt") as stored:
+                value: Tensor = stored.get_tensor(stored_as)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {stored_as} of {directory}: {error}") from error
+        _require_shape(stored_as, value, shapes.get(name), directory / file_of[stored_as])
+        return value
+
+    return value_of
 
 
 def file_names(sizes: LlamaConfig) -> dict[str, str]:
@@ -122,7 +152,7 @@ def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: s
             )
 
 
-def _read(model: Llama, directory: Path) -> None:
+def _read(model: Llama | LlamaStages, directory: Path) -> None:
     names, file_of = file_names(model.config), _files(directory)
     _require_complete(set(names.values()), set(file_of), model.config.layers, directory)
     shapes = model.config.shapes()
@@ -133,11 +163,7 @@ def _read(model: Llama, directory: Path) -> None:
         with safe_open(directory / file, framework="pt") as stored:
             for name, target in targets:
                 value = stored.get_tensor(names[name])
-                if name in shapes and tuple(value.shape) != shapes[name]:
-                    raise CheckpointError(
-                        f"{names[name]} in {directory / file} has the shape {list(value.shape)}, and by "
-                        f"config.json it has {list(shapes[name])}"
-                    )
+                _require_shape(names[name], value, shapes.get(name), directory / file)
                 if target is not None:
                     target.copy_(own_shard(target, value))
                 elif value.any():
@@ -147,7 +173,14 @@ def _read(model: Llama, directory: Path) -> None:
                     )
 
 
-def _targets(model: Llama, names: Iterable[str]) -> Iterator[tuple[str, Tensor | None]]:
+def _require_shape(name: str, value: Tensor, shape: tuple[int, ...] | None, file: Path) -> None:
+    if shape is not None and tuple(value.shape) != shape:
+        raise CheckpointError(
+            f"{name} in {file} has the shape {list(value.shape)}, and by config.json it has {list(shape)}"
+        )
+
+
+def _targets(model: Llama | LlamaStages, names: Iterable[str]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield what this rank has: parameters, and biases, which may be None."""
     own, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages, parallel_layers
 from hpcpar.models.balancing import Balancing
 from hpcpar.models.expert_ranks import ExpertRanks
+from hpcpar.models.hugging_face_files import stored_values
 from hpcpar.models.initialise import initial_value
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
@@ -161,13 +163,18 @@ def build_model(
     context   ranks that share each sequence
     experts   ranks that divide the experts
 
-    With zero_stage = 3 a rank holds only its shard of that part.
+    With zero_stage = 3 a rank holds only its shard of that part, of a Hugging Face model read from its files;
+    in other stages `read_start` reads them.
     """
     sizes, section, seed = config.model_config_for(vocabulary), config.optimizer, config.model.seed
     replica = dp_comm.rank // (context.comm.size if context else 1)
     streams = RandomStreams(config.train.seed, tp.rank, device, replica=replica)
     layers = parallel_layers(sizes, tp, context=context, streams=streams, experts=experts)
+    directory = config.model.hugging_face
     if section.zero_stage == 3:
+        value_of: Callable[[str], torch.Tensor] = partial(initial_value, sizes, seed=seed)
+        if directory is not None:
+            value_of = stored_values(sizes, directory, dp_comm)
         with torch.device("meta"):
             model = Llama(sizes, layers, seed=None, recompute=config.recompute).to(_plain_dtype(config))
         fully_shard(
@@ -176,11 +183,11 @@ def build_model(
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
-            values=lambda name, tensor: own_shard(tensor, initial_value(sizes, name, seed)),
+            values=lambda name, tensor: own_shard(tensor, value_of(name)),
             device=device,
         )
         return model
-    model = Llama(sizes, layers, seed=seed, recompute=config.recompute)
+    model = Llama(sizes, layers, seed=None if directory else seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
     broadcast_parameters(model, dp_comm)
     return model
@@ -212,7 +219,8 @@ def build_stages(
         require_zero_stage(config, schedule)
         split = split_of_layers(config, sizes.layers, costs, schedule)
     own = schedule.stages_of(mesh.pp.rank)
-    model = LlamaStages(sizes, layers, split, own, seed=config.model.seed, recompute=config.recompute)
+    seed = None if config.model.hugging_face else config.model.seed
+    model = LlamaStages(sizes, layers, split, own, seed=seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
     broadcast_parameters(model, mesh.replicas)
     return model, schedule

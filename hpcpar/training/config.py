@@ -81,14 +81,16 @@ class ExpertsSection(Section):
 
 
 class ModelSection(Section):
-    """A preset and changes to it. Fields as in `LlamaConfig`.
+    """A preset and changes to it, or a model of Hugging Face. Fields as in `LlamaConfig`.
 
+    hugging_face   its directory: sizes, tokenizer and initial values are those of its files
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
     seed           of the initial values
     """
 
     preset: str = "tiny"
+    hugging_face: Named | None = None
     vocab_size: int | None = Field(default=None, gt=0)
     hidden_size: int | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)
@@ -105,6 +107,12 @@ class ModelSection(Section):
     qk_norm: QueryKeyNorm | None = None
     experts: ExpertsSection = ExpertsSection()
     seed: int = 0
+
+    def __str__(self) -> str:
+        """Name where the sizes come from: model.preset = 'tiny'."""
+        if self.hugging_face is not None:
+            return f"model.hugging_face = {str(self.hugging_face)!r}"
+        return f"model.preset = {self.preset!r}"
 
 
 class DataSection(Section):
@@ -389,7 +397,7 @@ class Config(Section):
 
     def model_config_for(self, vocabulary: int) -> LlamaConfig:
         """Return the model's sizes for tokens 0 … vocabulary - 1."""
-        named = self.model.model_dump(exclude={"preset", "seed"}, exclude_none=True)
+        named = self.model.model_dump(exclude={"preset", "hugging_face", "seed"}, exclude_none=True)
         if not named["experts"]:
             del named["experts"]
         config = LlamaConfig.preset(
@@ -419,7 +427,7 @@ class Config(Section):
             return
         if experts is None:
             raise ConfigError(
-                f"mesh.ep = {ep}, but model.preset = {self.model.preset!r} has no experts to divide; take a "
+                f"mesh.ep = {ep}, but {self.model} has no experts to divide; take a "
                 "preset with experts, set model.experts.count, per_token and ffn_size, or leave mesh.ep out"
             )
         raise ConfigError(

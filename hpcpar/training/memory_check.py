@@ -72,7 +72,7 @@ def require_memory(config: Config, vocabulary: int, mesh: Mesh, device: torch.de
     found = next((f"rank {rank} needs {lack}" for rank, lack in enumerate(told) if lack), None)
     if found is not None:
         raise ConfigError(
-            f"model.preset = {config.model.preset!r}, {sizes.parameters():,} parameters, does not fit: "
+            f"{config.model}, {sizes.parameters():,} parameters, does not fit: "
             f"{found}, and activations come on top. Take more ranks or nodes with optimizer.zero_stage=3, "
             "mesh.tp or mesh.ep, 16 bits (train.precision=bfloat16), optimizer.offload, or a smaller model"
         )

@@ -72,7 +72,8 @@ def announce(run: Run) -> None:
     run.say(
         f"ranks: {run.comm.size} ({run.mesh.layout}), torch threads on each: "
         f"{torch.get_num_threads()}, on {run.device}\n"
-        f"model: {config.model.preset}, {run.model.config.parameters():,} parameters{_tensor_parallel(run)}\n"
+        f"model: {config.model.hugging_face or config.model.preset}, "
+        f"{run.model.config.parameters():,} parameters{_tensor_parallel(run)}\n"
         f"text:  {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
         f"{_pipeline(run)}"
         f"steps: {config.train.last_step} of {config.train.global_batch} × {config.train.sequence} tokens, "

@@ -36,12 +36,13 @@ from hpcpar.comm.preemption import Preemption
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import AXES, Layout
 from hpcpar.training.config import Config, config_of, read_table, write_override
+from hpcpar.training.hugging_face_start import with_hugging_face
 from hpcpar.training.run_directory import MODEL_KEYS, model_value
 from hpcpar.training.trainer import Run
 
 SAME_KEYS = (
-    *("model.preset", "model.vocab_size", "model.seed", "optimizer.name", "train.precision", "train.steps"),
-    *("output.directory", "data.tokenizer", "data.eos_token"),
+    *("model.preset", "model.hugging_face", "model.vocab_size", "model.seed", "optimizer.name"),
+    *("train.precision", "train.steps", "output.directory", "data.tokenizer", "data.eos_token"),
 )
 """Keys that all stages share, because a checkpoint of one is gone on from by the next."""
 
@@ -93,6 +94,7 @@ def runs(
 
     errors   as for `Run`
     """
+    configs = [with_hugging_face(config, comm) for config in configs]
     _require_layouts(configs, comm.size)
     first = stage = _stage_at(configs, _newest_step(configs[0], comm) if resume else 0)
     resumes = resume

@@ -1,11 +1,12 @@
 """Timeline of all ranks' compute and communication, for chrome://tracing, Perfetto or Speedscope.
 
-One process for each rank, one thread for its compute, and as many for its communication as there
-were collectives in flight at once:
+One process for each rank, one thread for its compute, as many for its communication as there were
+collectives in flight at once, and one for when its program stood still for them:
 
     rank 0   compute            |forward|backward         |optimizer|
              communication              |allreduce dp gradients|
              communication 2                |allreduce dp gradients|
+             waiting                                  |allreduce …|
 
 source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds
 """

@@ -45,6 +45,7 @@ from hpcpar.training.build import (
 )
 from hpcpar.training.config import Config
 from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
+from hpcpar.training.hugging_face_start import read_start, with_hugging_face, without_reading
 from hpcpar.training.learning_rate import learning_rate
 from hpcpar.training.memory_check import require_memory
 from hpcpar.training.metrics import Metrics, balance_record
@@ -78,6 +79,7 @@ class Run:
         console: Console | None = None,
         preemption: Preemption | None = None,
     ) -> None:
+        config = with_hugging_face(config, comm)
         self.config = config
         self.comm = comm
         self.console = console if comm.rank == 0 else None
@@ -99,14 +101,15 @@ class Run:
             config, self.data.shards.vocabulary, self.mesh, self.tp, self.sequences
         )
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
+        built = without_reading(config, comm, resume=resume)
         self.model: Llama | LlamaStages
         self.worker: WholeModel | PipelinedModel
         if self.mesh.pp.size == 1:
             with comm.together("looking at pipeline.schedule"):
                 require_known(config.pipeline.schedule)
-            self._build_whole()
+            self._build_whole(built)
         else:
-            self._build_stages()
+            self._build_stages(built)
         self.directory = RunDirectory(config, comm, self.data, self.model.config, say=self.say)
         self._start = self.directory.open(self.model, self.optimizer, self.batches.sampler, resume=resume)
         self.batches.sampler = self._start.sampler
@@ -124,8 +127,8 @@ class Run:
         assert losses is not None, "every rank is in it"
         return losses
 
-    def _build_whole(self) -> None:
-        config, vocabulary = self.config, self.data.shards.vocabulary
+    def _build_whole(self, config: Config) -> None:
+        vocabulary = self.data.shards.vocabulary
         self.model = model = build_model(
             config,
             vocabulary,
@@ -135,14 +138,15 @@ class Run:
             self.sequences.context,
             self._experts,
         )
+        read_start(model, config, self.comm)
         # Counted before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         self.optimizer = build_optimizer(config, model, self.mesh.replicas)
         microbatches = self.batches.microbatches(config.train.global_batch)
         self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
 
-    def _build_stages(self) -> None:
-        config, mesh = self.config, self.mesh
+    def _build_stages(self, config: Config) -> None:
+        mesh = self.mesh
         microbatches = self.batches.microbatches(config.train.global_batch)
         model, schedule = build_stages(
             config,
@@ -154,6 +158,7 @@ class Run:
             self.sequences.context,
             self._experts,
         )
+        read_start(model, config, self.comm)
         self.model = model
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         tied = TiedWeights(mesh.pp, model.tied_parameters())

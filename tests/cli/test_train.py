@@ -278,3 +278,67 @@ def test_a_run_that_is_not_preemptible_ends_of_the_signal(config: Path, tmp_path
         until((tmp_path / "run" / "metrics.jsonl").exists)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
+
+
+def test_recipes_are_listed_and_their_account_is_printed_without_starting_anything(
+    monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    def starts(**_: object) -> Communicator:
+        raise AssertionError("a dry run started MPI")
+
+    monkeypatch.setattr(hpcpar, "init", starts, raising=False)
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(train, list(arguments), standalone_mode=False, catch_exceptions=False)
+        assert done.return_value == 0, done.output
+        return done.output
+
+    assert "yi-34b        Yi 34B: ZeRO-1" in said("--recipe")
+    full = said("--recipe", "yi-34b", "--full", "--dry-run", "train.global_batch=2048")
+    assert "256 ranks on 32 nodes: pp=2 x dp=32 x tp=4, ZeRO-1" in full
+    assert "a step: 2,048 sequences of 4,096 tokens" in full
+    assert "8 ranks: pp=2 x dp=2 x tp=2" in said("--dry-run", "--recipe", "yi-34b")
+    words = ("mesh.dp=1", "train.microbatch=1", "--dry-run", "--machine", "two-cores")
+    assert "a step: 2 sequences of 8 tokens" in said(str(config), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "Missing argument 'CONFIG': a TOML file, or --recipe NAME"),
+        (["run.toml", "--full"], "name one: --recipe NAME --full"),
+    ],
+)
+def test_a_command_without_a_run_is_a_usage_error(arguments: list[str], reason: str) -> None:
+    done = CliRunner().invoke(train, arguments)
+    assert done.exit_code == 2
+    assert reason in done.output
+
+
+def test_a_recipe_that_is_not_there_and_a_dry_run_that_cannot_work_end_with_status_2() -> None:
+    for arguments, reason in (
+        (["--recipe", "yi34b", "--dry-run"], "did you mean 'yi-34b'?"),
+        (["--recipe", "yi-34b", "--dry-run", "mesh.dp=-1"], "give each degree, as in mesh.dp=8"),
+        (["--recipe", "yi-34b", "--dry-run", "--machine", "h100"], "no machine is called 'h100'"),
+    ):
+        done = CliRunner().invoke(train, arguments, standalone_mode=False)
+        assert (done.return_value, reason in done.output) == (CANNOT_WORK, True), done.output
+
+
+def test_a_recipe_trains_and_a_staged_file_goes_through_its_stages(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(config.read_text() + "\n[[stage]]\nuntil = 1\n[[stage]]\ntrain.global_batch = 4\n")
+    done = call(monkeypatch, str(config))
+    assert done.return_value == 0
+    assert "stage 2 of 2: until step 2" in done.output
+    losses = [each for each in records_of(tmp_path / "run" / "metrics.jsonl") if "loss" in each]
+    assert [each["tokens"] for each in losses] == [16, 48]
+    words = ["mesh.dp=1", "mesh.ep=1", "train.steps=1", "train.sequence=8", "train.global_batch=1"]
+    places = [
+        f"output.directory={tmp_path / 'recipe'}",
+        f"data.paths={tmp_path / 'text'}",
+        "data.held_out=0.3",
+    ]
+    cache = f"data.cache={tmp_path / 'cache'}"
+    assert call(monkeypatch, "--recipe", "yi-lightning", *words, *places, cache).return_value == 0

@@ -1,0 +1,199 @@
+"""`hpcpar draw overlap runs/traced`: communication that a run hid behind its computing, and what it saved."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.units import MiB
+
+LAST_OF_STEP = "optimizer"
+
+
+class Span(NamedTuple):
+    """Something that took time; seconds from the start of the timeline."""
+
+    name: str
+    start_s: float
+    stop_s: float
+    nbytes: int = 0
+
+
+class RankStep(NamedTuple):
+    """One step of one rank.
+
+    compute     forward, backward, optimizer, …
+    in_flight   communication, from its start to its end
+    standing    when the program waited for communication and did nothing else
+    """
+
+    rank: int
+    compute: Sequence[Span]
+    in_flight: Sequence[Span]
+    standing: Sequence[Span]
+
+    @property
+    def start_s(self) -> float:
+        return min(span.start_s for span in self.compute)
+
+    @property
+    def seconds(self) -> float:
+        return max(span.stop_s for span in self.compute) - self.start_s
+
+    @property
+    def in_flight_s(self) -> float:
+        return seconds_of(union(self.in_flight))
+
+    @property
+    def standing_s(self) -> float:
+        return seconds_of(union(self.standing))
+
+    @property
+    def hidden_s(self) -> float:
+        """Time of communication under way in which the program went on."""
+        return self.in_flight_s - seconds_of(common(union(self.in_flight), union(self.standing)))
+
+
+Interval = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Interval]:
+    """Return the times that at least one span covers, in order, none touching the next."""
+    found: list[Interval] = []
+    for span in sorted(spans, key=lambda each: each.start_s):
+        if found and span.start_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], span.stop_s)
+        else:
+            found.append((span.start_s, span.stop_s))
+    return found
+
+
+def common(these: Sequence[Interval], those: Sequence[Interval]) -> list[Interval]:
+    """Return the times that are in both."""
+    pairs = [(max(a, c), min(b, d)) for a, b in these for c, d in those]
+    return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def seconds_of(intervals: Iterable[Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
+)
+def overlap(run: Path, step: int, output: Path | None) -> None:
+    """Draw how RUN hid communication behind computing: an output directory of `hpcpar train`, or its file.
+
+    The run must have recorded its first steps: `hpcpar train … output.timeline_steps=3`. Communication is in
+    flight from its start to its end, and hidden while the program does something else meanwhile. On CPUs the
+    same cores do both: what is hidden is waiting, and not the copies and sums.
+    """
+    try:
+        ranks = read(run / "timeline.json" if run.is_dir() else run, step)
+        click.echo(table(ranks, step))
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
+    if output is not None:
+        from hpcpar.cli import overlap_picture
+
+        try:
+            overlap_picture.draw(ranks, step, output)
+        except (OSError, ValueError) as error:  # no such directory; no such format
+            raise click.ClickException(f"--output {output}: {error}") from error
+        click.echo(f"\nwritten: {output}")
+
+
+def read(path: Path, step: int) -> list[RankStep]:
+    """Read a step of each rank; ConfigError for a file that is no timeline, or has fewer steps."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        of_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                of_rank[event["pid"]].append(event)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no timeline of a run ({type(error).__name__}: {error}); record one by hpcpar train … "
+            "output.timeline_steps=3"
+        ) from error
+    return [_step_of(rank, recorded, step) for rank, recorded in sorted(of_rank.items())]
+
+
+def _step_of(rank: int, events: Sequence[dict[str, Any]], step: int) -> RankStep:
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for event in events:
+        start_s, arguments = event["ts"] / 1e6, event.get("args", {})
+        span = Span(event["name"], start_s, start_s + event["dur"] / 1e6, arguments.get("nbytes_sent", 0))
+        spans[event["cat"]].append(span)
+        if arguments.get("blocking") or event["name"].startswith("wait "):
+            spans["waiting"].append(span)
+    ends = sorted(span.stop_s for span in spans["compute"] if span.name == LAST_OF_STEP)
+    if step > len(ends):
+        raise ConfigError(
+            f"--step {step}, but the timeline has {len(ends)} steps; give one of them, or record more by "
+            "output.timeline_steps"
+        )
+    first_s, last_s = ([0.0, *ends][step - 1], ends[step - 1])
+    compute, in_flight, standing = (
+        [span for span in spans[kind] if first_s <= span.start_s < last_s]
+        for kind in ("compute", "communication", "waiting")
+    )
+    return RankStep(rank, compute, in_flight, standing)
+
+
+def one_by_one_s(ranks: Sequence[RankStep], rank: RankStep) -> float:
+    """Return what the step would take on a rank if it waited for each communication before it goes on.
+
+    A collective then takes as long as on the rank that came to it last, and waited for nobody.
+    """
+    return rank.seconds - rank.standing_s + sum(durations(ranks, rank))
+
+
+def durations(ranks: Sequence[RankStep], rank: RankStep) -> list[float]:
+    """Return the shortest time of each of a rank's communications on any rank that made as many."""
+    seconds: list[float] = []
+    for name in dict.fromkeys(span.name for span in rank.in_flight):
+        of_ranks = [[s.stop_s - s.start_s for s in each.in_flight if s.name == name] for each in ranks]
+        own = [s.stop_s - s.start_s for s in rank.in_flight if s.name == name]
+        alike = [each for each in of_ranks if len(each) == len(own)]
+        seconds += [min(of_call) for of_call in zip(*alike, strict=True)]
+    return seconds
+
+
+def table(ranks: Sequence[RankStep], step: int) -> str:
+    """Tabulate a step by rank, and its communication by name."""
+    head = f"step {step}   {'step':>10}{'in flight':>12}{'hidden':>10}{'stood still':>13}{'one by one':>12}"
+    lines = [head]
+    for each in ranks:
+        share = f"{each.hidden_s / each.in_flight_s:.0%}" if each.in_flight_s else "-"
+        lines.append(
+            f"rank {each.rank:<4}{each.seconds * 1e3:>8.1f} ms{each.in_flight_s * 1e3:>9.1f} ms{share:>10}"
+            f"{each.standing_s * 1e3:>10.1f} ms{one_by_one_s(ranks, each) * 1e3:>9.1f} ms"
+        )
+    lines += [
+        "",
+        f"{'of rank ' + str(ranks[0].rank):<34}{'calls':>6}{'sent':>12}{'in flight':>12}{'hidden':>10}",
+    ]
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in ranks[0].in_flight:
+        by_name[span.name].append(span)
+    standing = union(ranks[0].standing)
+    for name, spans in sorted(by_name.items()):
+        covered = union(spans)
+        seconds = seconds_of(covered)
+        hidden = 1 - seconds_of(common(covered, standing)) / seconds if seconds else 0.0
+        sent = sum(span.nbytes for span in spans) / MiB
+        lines.append(f"{name:<34}{len(spans):>6}{sent:>8.2f} MiB{seconds * 1e3:>9.1f} ms{hidden:>10.0%}")
+    lines += ["", "one by one: what the step would take if each communication were awaited at once"]
+    return "\n".join(lines)

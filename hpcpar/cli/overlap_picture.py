@@ -1,0 +1,96 @@
+"""The picture of `hpcpar draw overlap`: a step as it was, and the same work one after the other.
+
+as it was      rank 0   computing       |forward|backward     |optimizer|
+                        communication          |grad||grad|
+one by one     rank 0                   |forward|backward|grad|grad|optimizer|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.cli.schedule_picture import COLOURS, IDLE, save_few_colours
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from hpcpar.cli.draw_overlap import RankStep, Span
+
+COLOUR_OF = {"forward": COLOURS["F"], "backward": COLOURS["B"], "optimizer": COLOURS["W"]}
+COMMUNICATION = (0.55, 0.40, 0.72)
+LARGEST = 8
+"""Ranks that are drawn."""
+
+
+def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
+    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
+    # Imported here, so that nothing but a picture waits for it.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from hpcpar.cli.draw_overlap import durations, one_by_one_s
+
+    shown = ranks[:LARGEST]
+    figure = Figure(figsize=(10.0, 1.6 + 0.62 * len(shown) * 1.5), dpi=110, layout="constrained")
+    was, would = figure.subplots(2, 1, sharex=True, height_ratios=(2 * len(shown), len(shown)))
+    origin_s = min(each.start_s for each in shown)
+    for place, each in enumerate(shown):
+        for span in each.compute:
+            if span.name in COLOUR_OF:
+                _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, COLOUR_OF[span.name])
+        for span in each.standing:
+            _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, IDLE)
+        for span in each.in_flight:
+            _bar(was, 2 * place + 1, span.start_s - origin_s, span.stop_s - origin_s, COMMUNICATION)
+        _one_by_one(would, place, each, sum(durations(ranks, each)))
+    names = [f"rank {each.rank} {what}" for each in shown for what in ("computing", "communication")]
+    saved_s = max(one_by_one_s(ranks, each) for each in shown) - max(each.seconds for each in shown)
+    for axes, labels, title in (
+        (was, names, f"step {step} as it was"),
+        (would, [f"rank {each.rank}" for each in shown], f"one by one: {saved_s * 1e3:.1f} ms longer"),
+    ):
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_title(title, fontsize=9, loc="left", pad=3)
+    would.set_xlabel("ms")
+    colours = {**COLOUR_OF, "communication": COMMUNICATION, "stands still": IDLE}
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
+    if path.suffix == ".png":
+        save_few_colours(figure, path)
+    else:
+        figure.savefig(path, format=path.suffix[1:])
+
+
+def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) -> None:
+    """Draw computing without its waits, and all communication between backward and optimizer."""
+    from hpcpar.cli.draw_overlap import common, seconds_of, union
+
+    standing = union(step.standing)
+
+    def own_s(spans: Sequence[Span]) -> float:
+        covered = union(spans)
+        return seconds_of(covered) - seconds_of(common(covered, standing))
+
+    at_s = 0.0
+    rest = [span for span in step.compute if span.name not in COLOUR_OF]
+    of = {name: [span for span in step.compute if span.name == name] for name in COLOUR_OF}
+    parts = [
+        (own_s(rest), IDLE),
+        (own_s(of["forward"]), COLOUR_OF["forward"]),
+        (own_s(of["backward"]), COLOUR_OF["backward"]),
+        (communication_s, COMMUNICATION),
+        (own_s(of["optimizer"]), COLOUR_OF["optimizer"]),
+    ]
+    for seconds, colour in parts:
+        _bar(axes, place, at_s, at_s + seconds, colour)
+        at_s += seconds
+
+
+def _bar(axes: Axes, row: int, start_s: float, stop_s: float, colour: tuple[float, float, float]) -> None:
+    where = [(start_s * 1e3, (stop_s - start_s) * 1e3)]
+    axes.broken_barh(where, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.3)

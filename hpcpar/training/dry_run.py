@@ -1,0 +1,123 @@
+"""Memory and traffic of a run by the planner's formulas, without starting it: `hpcpar train … --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hpcpar.comm import Communicator
+from hpcpar.errors import ConfigError
+from hpcpar.mesh import Layout
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.estimate import Estimate, estimate
+from hpcpar.planner.memory import StateWidths
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.software import HPCPAR
+from hpcpar.planner.strategy import Strategy
+from hpcpar.training.config import Config
+from hpcpar.training.hugging_face_start import with_hugging_face
+from hpcpar.training.recipes import SCALED_RANKS, Recipe
+from hpcpar.units import format_nbytes
+
+
+def describe(configs: Sequence[Config], machine: str | None, about: Recipe | None = None) -> str:
+    """Return, for each stage, layout, batch, memory of the rank that needs most, and bytes by axis.
+
+    machine   a name of `hpcpar.planner.cluster`, or the path of a file; None: as `cluster_of`
+    about     the recipe that the configurations are of
+    errors    ConfigError and LayoutError where a run of these would be refused, or mesh.dp is left open
+    """
+    cluster = cluster_of(machine)
+    configs = [with_hugging_face(config, Communicator.alone()) for config in configs]
+    lines = [] if about is None else list(_about(about, configs[0]))
+    shapes = [("", _own_shape(configs[0]))]
+    if about is not None and about.shape is not None and about.is_full:
+        shapes.insert(0, ("as published, ", ModelShape.named(about.shape)))
+        shapes[1] = ("as trained here, ", shapes[1][1])
+    for number, config in enumerate(configs, 1):
+        for which, shape in shapes:
+            stage = f"stage {number} of {len(configs)}, " if len(configs) > 1 else ""
+            lines += ["", *_of_stage(config, shape, cluster, f"{stage}{which}")]
+    return "\n".join(lines)
+
+
+def cluster_of(machine: str | None) -> Cluster:
+    """Return the planner's machine; None: two cores that all ranks of a scaled form share."""
+    if machine is None:
+        return replace(Cluster.named("two-cores"), devices_per_node=SCALED_RANKS)
+    return Cluster.named(machine)
+
+
+def strategy_of(config: Config) -> Strategy:
+    """Return what the planner takes for a run of this configuration.
+
+    errors   ConfigError where mesh.dp is left to the number of ranks
+    """
+    degrees, train = config.mesh.model_dump(), config.train
+    if -1 in [degrees[axis] for axis in ("pp", "dp", "cp", "tp")]:
+        raise ConfigError("a dry run has no ranks to count: give each degree, as in mesh.dp=8")
+    return Strategy(
+        Layout(**degrees),
+        train.global_batch,
+        train.microbatch,
+        train.sequence,
+        zero_stage=config.optimizer.zero_stage,
+        schedule=config.pipeline.schedule,
+        stages_per_rank=config.pipeline.stages_per_rank,
+        recompute=config.recompute,
+        precision=train.precision,
+        sequence_parallel=config.tensor_parallel.sequence_parallel,
+        cp_method=config.context_parallel.method,
+        offload=config.optimizer.offload,
+    )
+
+
+def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
+    """Return the planner's estimate of a step, with the configured optimizer's widths."""
+    section = config.optimizer
+    widths = StateWidths.of(
+        config.train.precision,
+        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
+        moment_dtype=section.moments,
+        sum_dtype=section.reduction,
+    )
+    software = replace(HPCPAR, optimizer_bytes=widths.optimizer, gradient_bytes=widths.gradients)
+    return estimate(shape, cluster, strategy_of(config), software)
+
+
+def _own_shape(config: Config) -> ModelShape:
+    vocabulary = config.model.vocab_size or 256
+    return ModelShape.from_llama(config.model_config_for(vocabulary), config.model.preset)
+
+
+def _about(about: Recipe, config: Config) -> Iterator[str]:
+    yield f"{about.name}: {about.summary}"
+    yield f"source: {about.source}"
+    yield from (f"  {note}" for note in about.notes)
+    shape = _own_shape(config)
+    total, active = shape.parameters(), shape.parameters(active=True)
+    met = "" if active == total else f", of which a token meets {active:,}"
+    published = about.parameters if about.is_full else None
+    yield f"parameters: {total:,}{met}" + (f"; published: {published:,.0f}" if published else "")
+
+
+def _of_stage(config: Config, shape: ModelShape, cluster: Cluster, which: str) -> Iterator[str]:
+    found = estimate_of(config, shape, cluster)
+    strategy, worst = found.strategy, found.worst
+    until = f"until step {config.train.last_step:,}: " if config.train.until else ""
+    size = strategy.layout.size
+    nodes = -(-size // cluster.devices_per_node)
+    on_nodes = f" on {nodes:,} nodes" if nodes > 1 else ""
+    yield f"{which}{until}{size:,} {'ranks' if size > 1 else 'rank'}{on_nodes}: {strategy}"
+    yield (
+        f"  a step: {strategy.global_batch:,} sequences of {strategy.sequence:,} tokens, "
+        f"{strategy.tokens:,} in all; microbatches on each rank: {strategy.microbatches:,}"
+    )
+    where = f"pipeline rank {worst.rank}" if strategy.layout.pp > 1 else "each rank"
+    yield (
+        f"  memory of {where}: {format_nbytes(worst.nbytes)}, and {cluster.device.name} has "
+        f"{format_nbytes(cluster.device.memory_nbytes)}"
+    )
+    yield from (f"    {purpose:18}{format_nbytes(nbytes):>12}" for purpose, nbytes in worst.purposes.items())
+    yield "  bytes that a rank sends in a step, by axis"
+    yield from (f"    {axis.axis:18}{format_nbytes(axis.nbytes):>12}  {axis.link}" for axis in found.traffic)

@@ -1,0 +1,35 @@
+#!/bin/bash
+# Llama 3 405B as it was trained, in three stages. The first one is for 8,192 GPUs, and its job ends with it; the other
+# two are for 16,384, and go on from its checkpoint:
+#
+#   sbatch jobscripts/recipe-llama3-405b.sh                                             # stage 1, again until it is done
+#   sbatch --nodes=2048 jobscripts/recipe-llama3-405b.sh                                # stages 2 and 3
+#
+#   sbatch jobscripts/recipe-llama3-405b.sh data.paths=/data/text data.tokenizer=/data/tokenizer.json
+#   hpcpar train --recipe llama3-405b --full --dry-run                  # memory and bytes, on a login node
+#   hpcpar run -n 8 -- -m hpcpar train --recipe llama3-405b             # scaled to 8 ranks on two cores
+#
+# All words override keys of the recipe. A job goes on from the last one's checkpoint in the same directory. Submit
+# from the directory that has .venv; nodes, tasks, cores and time are options of sbatch, too.
+#SBATCH --job-name=hpcpar-llama3-405b
+#SBATCH --nodes=1024
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.out
+
+# --- site: the same in every script (README.md) -------------------------------------------------------
+##SBATCH --account=project
+##SBATCH --partition=standard
+# module load hpcpar              # or whatever has Python and MPI at your site
+# shellcheck source=/dev/null
+if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+# ------------------------------------------------------------------------------------------------------
+set -euo pipefail
+
+# Slurm from 22.05 on does not tell srun the cores of a task by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+# `hpcpar run` starts a rank for each task through srun, in the language of the MPI library that is there.
+hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar train --recipe llama3-405b --full --resume \
+    output.directory="runs/llama3-405b" "$@"

@@ -1,0 +1,31 @@
+#!/bin/bash
+# Yi 34B as it was trained: tp=4 and pp=2 fill a node, replicas of that are on 32 nodes, with ZeRO-1.
+#
+#   sbatch jobscripts/recipe-yi-34b.sh data.paths=/data/text data.tokenizer=/data/tokenizer.json
+#   hpcpar train --recipe yi-34b --full --dry-run                  # memory and bytes, on a login node
+#   hpcpar run -n 8 -- -m hpcpar train --recipe yi-34b             # scaled to 8 ranks on two cores
+#
+# All words override keys of the recipe. A job goes on from the last one's checkpoint in the same directory. Submit
+# from the directory that has .venv; nodes, tasks, cores and time are options of sbatch, too.
+#SBATCH --job-name=hpcpar-yi-34b
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.out
+
+# --- site: the same in every script (README.md) -------------------------------------------------------
+##SBATCH --account=project
+##SBATCH --partition=standard
+# module load hpcpar              # or whatever has Python and MPI at your site
+# shellcheck source=/dev/null
+if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+# ------------------------------------------------------------------------------------------------------
+set -euo pipefail
+
+# Slurm from 22.05 on does not tell srun the cores of a task by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+# `hpcpar run` starts a rank for each task through srun, in the language of the MPI library that is there.
+hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar train --recipe yi-34b --full --resume \
+    output.directory="runs/yi-34b" "$@"

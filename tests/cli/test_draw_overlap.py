@@ -1,0 +1,58 @@
+"""`hpcpar draw overlap`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Output
+
+COMMAND = ("draw", "overlap")
+
+
+def event(rank: int, category: str, name: str, start_ms: float, stop_ms: float, **arguments: Any) -> Any:
+    times = {"ts": start_ms * 1e3, "dur": (stop_ms - start_ms) * 1e3}
+    return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": 0, "args": arguments, **times}
+
+
+@pytest.fixture
+def timeline(tmp_path: Path) -> Path:
+    """Of two ranks, the second of which begins 10 ms later and comes last to the all-reduce."""
+    events = []
+    for rank, late_ms in ((0, 0.0), (1, 10.0)):
+        for name, start_ms, stop_ms in (("forward", 0, 20), ("backward", 20, 60)):
+            events.append(event(rank, "compute", name, start_ms + late_ms, stop_ms + late_ms))
+        events += [
+            event(rank, "communication", "allreduce dp", 40 + late_ms, 80, nbytes_sent=2**20),
+            event(rank, "compute", "wait for gradients", 60 + late_ms, 80),
+            event(rank, "communication", "allreduce norm", 80, 82, blocking=True),
+            event(rank, "compute", "optimizer", 82, 90),
+        ]
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_a_step_by_hand(timeline: Path, output: Output) -> None:
+    told = output(str(timeline.parent), "--step", "1").splitlines()
+    assert told[1:3] == [
+        "rank 0       90.0 ms     42.0 ms       48%      22.0 ms    100.0 ms",
+        "rank 1       80.0 ms     32.0 ms       63%      12.0 ms    100.0 ms",
+    ]
+    assert told[5].split() == ["allreduce", "dp", "1", "1.00", "MiB", "40.0", "ms", "50%"]
+    assert told[6].split() == ["allreduce", "norm", "1", "0.00", "MiB", "2.0", "ms", "0%"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(timeline: Path, suffix: str, output: Output, tmp_path: Path) -> None:
+    output(str(timeline), "--step", "1", "--output", f"{tmp_path}/overlap.{suffix}")
+    assert (tmp_path / f"overlap.{suffix}").stat().st_size > 5_000
+
+
+def test_a_step_too_many_and_another_file_are_refused(timeline: Path, output: Output, tmp_path: Path) -> None:
+    assert "the timeline has 1 steps" in output(str(timeline), "--step", "2", status=1)
+    (tmp_path / "other.json").write_text("[]")
+    assert "is no timeline of a run" in output(str(tmp_path / "other.json"), status=1)
