@@ -78,7 +78,8 @@ def header(request: PlanRequest) -> str:
     some = f" ({active / 1e9:.1f} B of them active)" if active != model.parameters() else ""
     return (
         f"{model.name}, {model.parameters() / 1e9:.4g} B parameters{some}, on {cluster.name}: "
-        f"{cluster.nodes:,} x {cluster.devices_per_node} {cluster.device.name} of {cluster.device.memory_nbytes / GiB:.0f} GiB\n"
+        f"{cluster.nodes:,} x {cluster.devices_per_node} {cluster.device.name} of "
+        f"{cluster.device.memory_nbytes / GiB:.0f} GiB\n"
         f"steps of {request.global_batch:,} x {request.sequence:,} tokens in {request.precision}"
     )
 

@@ -85,7 +85,7 @@ def test_what_is_fixed_and_compared_is_what_is_asked_for() -> None:
     for part in (
         "matrix products",
         "tensor parallel",
-        "data parallel",
+        "sent on dp",
         "optimizer state",
         "sent on tp",
         "MFU",
