@@ -161,7 +161,7 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _model_table(model: ModelShape, run: PlannedRun) -> Mapping[str, Any]:
+def _model_table(model: ModelShape, run: PlannedRun) -> dict[str, Any]:
     """Return a [model] table from which the trainer builds this shape."""
     if run.table is not None:
         # Without it the vocabulary would be the tokenizer's.
