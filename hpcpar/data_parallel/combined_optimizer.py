@@ -48,7 +48,7 @@ class CombinedOptimizer(Optimizer):
         return next(each for each in self.optimizers if type(each).__name__ == group[OPTIMIZER])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers, in their order, on the gradients that one call of `closure` has left."""
         loss = None
         if closure is not None:

@@ -688,8 +688,8 @@ class DistributedOptimizer(Optimizer):
             )
             total.update({(comm, collective): sent for collective, sent in nbytes.items()})
         if self.update is not None:
-            for comm, nbytes in self.update.exchange.nbytes_by_comm().items():
-                total[comm, "alltoall"] += steps * nbytes
+            for comm, exchanged in self.update.exchange.nbytes_by_comm().items():
+                total[comm, "alltoall"] += steps * exchanged
         if self._sharding is not None:
             total.update(self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards))
         return total

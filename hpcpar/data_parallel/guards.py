@@ -104,7 +104,7 @@ def refuse_spread_on_disk(spread: Sequence[object], offload: object) -> None:
     if spread and offload not in (None, "cpu"):
         raise OperationError(
             f"offload={str(offload)!r} was asked for with Muon on matrices that lie on several ranks, as "
-            'with zero_stage=3 and tensor parallelism, where all would be in memory at once; take '
+            "with zero_stage=3 and tensor parallelism, where all would be in memory at once; take "
             'offload="cpu", or zero_stage 1 or 2 without tensor parallelism'
         )
 

@@ -200,7 +200,7 @@ class MatrixRound:
             parts = [[flat] for flat in flats]
         if self.matrices[0].dp_comm is not None:
             pieces = [self.matrices[item].pieces for item in self.hops[0].own]
-            parts = [list(part.split(each)) for [part], each in zip(parts, pieces, strict=True)]
+            parts = [list(torch.split(part, list(each))) for [part], each in zip(parts, pieces, strict=True)]
         self._handle = self.hops[0].start_back(parts)
 
     def finish(self, apply: Callable[[SpreadMatrix, Tensor], None]) -> None:

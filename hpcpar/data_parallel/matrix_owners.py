@@ -9,7 +9,6 @@ rounds   9 | 5 | 4         the k-th dearest of every rank are worked on at the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 NEWTON_SCHULZ_STEPS = 5
@@ -66,5 +65,6 @@ def rounds_of(costs: Sequence[int], owners: Sequence[int], size: int) -> list[li
 
 
 def matrix_cost(shape: Sequence[int]) -> int:
-    """Return the cost by which matrices are balanced, of a matrix of this shape: FLOPs of an iteration."""
-    return max(1, orthogonalization_flops(*shape, steps=1)) if math.prod(shape) else 1
+    """Return the cost by which a matrix of this shape is balanced: FLOPs of an iteration, at least 1."""
+    rows, columns = shape
+    return max(1, orthogonalization_flops(rows, columns, 1))

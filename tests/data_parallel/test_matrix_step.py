@@ -17,13 +17,12 @@ from torch.optim import AdamW, Muon
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import CombinedOptimizer, DistributedOptimizer, fully_shard
-from hpcpar.errors import OperationError
 from hpcpar.tensor_parallel.split import Split, own_shard, place, split_evenly, split_sections
 from tests.data_parallel.staged import whole
 from tests.grid import pairwise
 
 STEPS = 10
-LIMITS = {"bucket_bytes": 2_000, "first_bucket_bytes": 500}
+LIMITS: dict[str, Any] = {"bucket_bytes": 2_000, "first_bucket_bytes": 500}
 SHAPES = {"wide": (6, 16), "tall": (24, 8), "square": (8, 8), "bias": (8,)}
 TALL, WIDE = 0, 1
 SPLITS: dict[str, Callable[[int], Split]] = {
@@ -72,7 +71,7 @@ def gradients_of(step: int, rank: int, size: int) -> list[Tensor]:
 
 def muon_with_adamw(model: Network, **options: Any) -> CombinedOptimizer:
     matrices = [p for layer in model.layers for p in layer.parameters() if p.dim() == 2]
-    rest = [*model.embed.parameters(), *(layer.bias for layer in model.layers)]
+    rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
     return CombinedOptimizer(Muon(matrices, lr=0.02, **options), AdamW(rest, lr=0.01))
 
 
@@ -91,7 +90,8 @@ def axes(world: Communicator, tp_size: int) -> tuple[Communicator, Communicator]
     """Return dp and tp."""
     tp = world.split(world.rank // tp_size, name="tp")
     dp = world.split(world.rank % tp_size, name="dp")
-    assert tp is not None and dp is not None
+    assert tp is not None
+    assert dp is not None
     return dp, tp
 
 
@@ -144,7 +144,7 @@ def whole_of(model: Network, tp: Communicator) -> list[Tensor]:
 def test_every_stage_has_the_bits_of_one_process(
     stage: int, size: int, nesterov: bool, adjust: str | None
 ) -> None:
-    options = {"nesterov": nesterov, "adjust_lr_fn": adjust}
+    options: dict[str, Any] = {"nesterov": nesterov, "adjust_lr_fn": adjust}
     expected = serial(size, **options)
     for parameters, theory, sent in run_loopback(size, lambda comm: trained(comm, stage, 1, muon=options)):
         torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
