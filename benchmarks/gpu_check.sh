@@ -141,7 +141,7 @@ install() {
     fi
     # shellcheck disable=SC2086    # several words
     "$VENV/bin/python" -m pip install $TORCH_ARGS torch || return 1
-    "$VENV/bin/python" -m pip install --editable ".[$extra,dev]"
+    "$VENV/bin/python" -m pip install --editable ".[$extra,train,dev]"
 }
 
 version=$(cuda_version) || give_up "this machine has no CUDA driver (libcuda.so.1), so there is nothing to check"

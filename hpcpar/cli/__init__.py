@@ -1,4 +1,4 @@
-"""The command line: `hpcpar run`, `train`, `export`, `serve`, `doctor`, `draw`, `bench`.
+"""The command line: `hpcpar run`, `train`, `export`, `serve`, `doctor`, `plan`, `draw`, `bench`.
 
 A command's module is imported when the command is called, so that `hpcpar run` and `hpcpar draw`
 start at once, without torch or MPI. A command returns its exit status, or None for 0.
@@ -19,6 +19,9 @@ import hpcpar
 Commands = Mapping[str, tuple[str, str, str]]
 """name -> (module, name in it, what it does)"""
 
+EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}
+"""Packages that some commands need, and the extra of hpcpar that installs them."""
+
 COMMANDS: Commands = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
     "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
@@ -29,6 +32,7 @@ COMMANDS: Commands = {
         "doctor",
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
+    "plan": ("hpcpar.cli.plan", "plan", "Rank layouts for a model on a machine: memory, time, why not."),
     "draw": (
         "hpcpar.cli.draw_commands",
         "draw",
@@ -83,4 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         raise KeyboardInterrupt from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRA_OF.get(package)
+        if extra is None:
+            raise
+        # Raised: a rank that ended quietly would leave the others waiting.
+        raise ModuleNotFoundError(
+            f"this needs {package}, which is not installed: pip install 'hpcpar[{extra}]'", name=error.name
+        ) from error
     sys.exit(status if isinstance(status, int) else 0)

@@ -42,6 +42,9 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 MOST_SEQUENCES = 64
 """Largest microbatch that is searched; a larger one is taken where it is fixed."""
 
+STAGES_PER_RANK = (2, 4, 8)
+"""Stages per rank of an interleaved schedule that are searched, where none are fixed."""
+
 DEGREE_KEYS = ("pp", "dp", "cp", "tp", "ep", "etp")
 OPTION_KEYS = (
     *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
@@ -241,16 +244,10 @@ def _pipelines(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, int 
     most = request.model.layers // layout.pp
     for schedule in request.fixed.get("schedule", SCHEDULES):
         if schedule == "interleaved":
-            allowed = [n for n in divisors_up_to(most) if request.allows("stages_per_rank", n)]
-            yield from ((schedule, n) for n in allowed if n > 1)
+            allowed = request.fixed.get("stages_per_rank", STAGES_PER_RANK)
+            yield from ((schedule, n) for n in allowed if 1 < n <= most)
         elif (2 if schedule in ("zb-v", "dualpipe-v") else 1) <= most:
             yield schedule, None
-
-
-def divisors_up_to(most: int) -> list[int]:
-    """Return 1, 2, 4, 8 … and `most` itself."""
-    powers = [1 << n for n in range(most.bit_length()) if 1 << n <= most]
-    return sorted({*powers, most}) if most else []
 
 
 def _sequence_parallel(request: PlanRequest, layout: Layout) -> bool:

@@ -88,16 +88,22 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage])
 
 def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Software) -> dict[str, int]:
     """Return the bytes of model state by purpose, of a rank with so many parameters before ZeRO."""
-    widths = StateWidths.of(_storage(strategy.precision, software), moments=2)
-    if software.gradient_bytes is not None:
-        widths = replace(widths, gradients=software.gradient_bytes)
-    if widths.optimizer != software.optimizer_bytes and widths.parameters < 4:
-        widths = replace(widths, optimizer=software.optimizer_bytes)
+    widths = state_widths(strategy.precision, software)
     stage, layout = strategy.zero_stage, strategy.layout
     state = Counter(model_state_nbytes(dense, widths, stage=stage, ranks=strategy.shard_ranks))
     edp = max(1, min(layout.edp, strategy.shard_ranks)) if stage else 1
     state.update(model_state_nbytes(experts, widths, stage=stage, ranks=edp))
     return dict(state)
+
+
+def state_widths(precision: str, software: Software) -> StateWidths:
+    """Return the bytes of one parameter's value, gradient and optimizer state."""
+    widths = StateWidths.of(_storage(precision, software), moments=2)
+    if software.gradient_bytes is not None:
+        widths = replace(widths, gradients=software.gradient_bytes)
+    if widths.optimizer != software.optimizer_bytes and widths.parameters < 4:
+        widths = replace(widths, optimizer=software.optimizer_bytes)
+    return widths
 
 
 def _storage(precision: str, software: Software) -> str:

@@ -19,7 +19,15 @@ from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.rules import zero_refusal
-from hpcpar.planner.search import SCHEDULES, PlanRequest, divisors, layouts_of, search, strategies
+from hpcpar.planner.search import (
+    SCHEDULES,
+    STAGES_PER_RANK,
+    PlanRequest,
+    divisors,
+    layouts_of,
+    search,
+    strategies,
+)
 from hpcpar.planner.shapes import Recompute
 from hpcpar.planner.strategy import Strategy
 from hpcpar.units import GiB
@@ -40,7 +48,7 @@ def every_strategy(request: PlanRequest, layout: Layout) -> Iterator[Strategy]:
     if layout.pp > 1:
         of_rank = request.model.layers // layout.pp
         schedules = [(name, None) for name in (*SCHEDULES, "gpipe") if name != "interleaved"]
-        schedules += [("interleaved", n) for n in range(2, of_rank + 1) if n & (n - 1) == 0 or n == of_rank]
+        schedules += [("interleaved", n) for n in STAGES_PER_RANK if n <= of_rank]
     for microbatch, mode, (schedule, per_rank), divided, stage in itertools.product(
         divisors(request.global_batch // layout.dp),
         ("none", "selective", "full"),
@@ -146,7 +154,7 @@ def test_strategies_of_a_layout_are_legal() -> None:
 
 
 PURE = """
-import json, resource, sys
+import json, sys
 sys.path.insert(0, {path!r})
 for name in ("torch", "numpy", "mpi4py", "pydantic", "rich", "matplotlib"):
     sys.modules[name] = None
@@ -157,8 +165,9 @@ from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.search import PlanRequest, search
 cluster = Cluster.named("h100-dgx").with_nodes(2048)
 plan = search(PlanRequest(ModelShape.named("llama3-405b"), cluster, 2048, 8192))
-print(json.dumps([plan.layouts, plan.best.strategy.layout.size, time.perf_counter() - start,
-                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+# Of this program alone; getrusage knows the parent's, too.
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps([plan.layouts, plan.best.strategy.layout.size, time.perf_counter() - start, peak]))
 """
 
 

@@ -1,0 +1,74 @@
+"""What to do where no layout fits: the fewest nodes that would, and the smallest changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpcpar.planner.memory import model_state_nbytes
+from hpcpar.planner.search import PlanRequest, fits_somewhere
+from hpcpar.planner.stage_memory import state_widths
+
+MOST_NODES = 65_536
+"""Where the search for nodes ends."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which some layout fits. `request` has it."""
+
+    text: str
+    request: PlanRequest
+
+
+def fewest_nodes(request: PlanRequest, *, most: int = MOST_NODES) -> int | None:
+    """Return the fewest nodes on which any layout fits; None where `most` are too few.
+
+    Begins where the whole model state, spread over all devices, fits: fewer can never do.
+    """
+    device = request.cluster.device.memory_nbytes * request.cluster.devices_per_node
+    widths = state_widths(request.precision, request.software)
+    if set(request.fixed.get("offload", ())) - {None}:
+        widths = replace(widths, optimizer=0)
+    state = sum(model_state_nbytes(request.model.parameters(), widths, stage=0, ranks=1).values())
+    nodes, upper = max(1, -(-state // device)), None
+    tried = nodes
+    while tried <= most:
+        if fits_somewhere(_on(request, tried)):
+            upper = tried
+            break
+        nodes, tried = tried + 1, max(tried + 1, tried * 2)
+    if upper is None:
+        return None
+    return next(number for number in range(nodes, upper + 1) if fits_somewhere(_on(request, number)))
+
+
+def remedies(request: PlanRequest) -> Iterator[Remedy]:
+    """Yield changes of one thing, smallest first, with which some layout of the request fits.
+
+    what was fixed, set free; optimizer state in host memory; a shorter sequence; more nodes
+    """
+    for key, values in request.fixed.items():
+        freed = {other: kept for other, kept in request.fixed.items() if other != key}
+        changed = replace(request, fixed=freed)
+        if fits_somewhere(changed):
+            asked = ",".join(map(str, values))
+            yield Remedy(f"leave out --fix {key}={asked}", changed)
+    if "offload" not in request.fixed and request.cluster.host_memory_nbytes:
+        changed = replace(request, fixed={**request.fixed, "offload": ("cpu",)})
+        if fits_somewhere(changed):
+            yield Remedy("keep the optimizer's state in host memory: --fix offload=cpu", changed)
+    sequence = request.sequence // 2
+    while sequence >= 512:
+        changed = replace(request, sequence=sequence)
+        if fits_somewhere(changed):
+            yield Remedy(f"train on sequences of {sequence} tokens: --sequence {sequence}", changed)
+            break
+        sequence //= 2
+    nodes = fewest_nodes(request)
+    if nodes is not None and nodes != request.cluster.nodes:
+        yield Remedy(f"take {nodes} nodes: --nodes {nodes}", _on(request, nodes))
+
+
+def _on(request: PlanRequest, nodes: int) -> PlanRequest:
+    return replace(request, cluster=request.cluster.with_nodes(nodes))

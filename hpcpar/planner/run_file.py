@@ -1,0 +1,234 @@
+"""Runs as files: what a file of the trainer says of batch and layout, and the files of a planned run.
+
+read_run("run.toml")       model, sequence, batch, precision, and what it decides
+write_run(estimate, …)     train.toml and job.sh of a layout, for `sbatch job.sh`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hpcpar.errors import ConfigError
+from hpcpar.planner.estimate import Estimate
+from hpcpar.planner.experts import Experts
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.shapes import PRESETS, LlamaConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OF_TRAINER = {
+    "zero_stage": ("optimizer", "zero_stage"),
+    "microbatch": ("train", "microbatch"),
+    "recompute": ("train", "recompute"),
+    "schedule": ("pipeline", "schedule"),
+    "stages_per_rank": ("pipeline", "stages_per_rank"),
+    "sequence_parallel": ("tensor_parallel", "sequence_parallel"),
+    "cp_method": ("context_parallel", "method"),
+    "offload": ("optimizer", "offload"),
+    **{axis: ("mesh", axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+}
+"""Keys of a strategy, and where the trainer's file has them."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A model, and what its file says of the run; None and {} where it says nothing.
+
+    table   the file's [model] table, where it is one of the trainer's
+    fixed   what the file decides, as `PlanRequest.fixed`
+    """
+
+    model: ModelShape
+    table: Mapping[str, Any] | None = None
+    sequence: int | None = None
+    global_batch: int | None = None
+    precision: str | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_run(name: str) -> PlannedRun:
+    """Read MODEL of `hpcpar plan`: a preset's name, config.json, or a TOML file.
+
+    errors   ConfigError as of `ModelShape.named`
+    """
+    model, path = ModelShape.named(name), Path(name)
+    if path.suffix == ".json":
+        told = json.loads(path.read_text(encoding="utf-8"))
+        usual = {"rope_theta": told.get("rope_theta"), "norm_epsilon": told.get("rms_norm_eps")}
+        return PlannedRun(model, extra={key: value for key, value in usual.items() if value is not None})
+    if path.suffix != ".toml":
+        return PlannedRun(model, {"preset": name} if name in PRESETS else None)
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    train = table.get("train", {})
+    fixed = {}
+    for key, (section, entry) in OF_TRAINER.items():
+        value = table.get(section, {}).get(entry)
+        if value is not None and value != -1:
+            fixed[key] = (value,)
+    trainable = (
+        "model" in table and not {"gated", "layer_norm", "positions", "latent"} & table["model"].keys()
+    )
+    return PlannedRun(
+        model,
+        table["model"] if trainable else None,
+        train.get("sequence"),
+        train.get("global_batch"),
+        train.get("precision"),
+        fixed,
+    )
+
+
+# --- the files of a planned run -------------------------------------------------------------------
+
+
+def write_run(estimate: Estimate, run: PlannedRun, directory: Path, *, tokens: float | None) -> list[Path]:
+    """Write train.toml and job.sh of a planned layout into `directory`, which is made; return their paths.
+
+    errors   ConfigError for a model that hpcpar does not train, or a directory that cannot be written
+    """
+    texts = {"train.toml": train_toml(estimate, run, tokens=tokens), "job.sh": job_script(estimate)}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        (directory / "job.sh").chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return [directory / name for name in texts]
+
+
+def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = None) -> str:
+    """Return the trainer's file of a layout."""
+    strategy, layout, cluster = estimate.strategy, estimate.strategy.layout, estimate.cluster
+    train: dict[str, Any] = {
+        "sequence": strategy.sequence,
+        "global_batch": strategy.global_batch,
+        "microbatch": strategy.microbatch,
+        "precision": strategy.precision,
+        "recompute": strategy.recompute.mode,
+        "device": "cuda" if estimate.cluster.device.units > 1 else "cpu",
+    }
+    if tokens is not None:
+        train["steps"] = max(1, round(tokens / strategy.tokens))
+    tables: dict[str, dict[str, Any]] = {
+        "model": _model_table(estimate.model, run),
+        "train": train,
+        "optimizer": {"zero_stage": strategy.zero_stage},
+        "mesh": {axis: layout.degree(axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "output": {"directory": f"runs/{estimate.model.name}"},
+    }
+    if strategy.offload is not None:
+        tables["optimizer"]["offload"] = strategy.offload
+    if layout.tp > 1:
+        tables["tensor_parallel"] = {"sequence_parallel": strategy.sequence_parallel}
+    if layout.cp > 1:
+        tables["context_parallel"] = {"method": strategy.cp_method}
+    if layout.pp > 1:
+        tables["pipeline"] = {"schedule": strategy.schedule}
+        if strategy.stages_per_rank is not None:
+            tables["pipeline"]["stages_per_rank"] = strategy.stages_per_rank
+    head = [
+        f"# by hpcpar plan: {estimate.model.name} on {cluster.nodes} nodes of {cluster.name},",
+        f"# {strategy}",
+        f"# predicted: {estimate.peak_nbytes / 2**30:.1f} GiB on the rank that needs most, "
+        f"{estimate.step_s:.3g} s a step, {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
+        "# [data] paths and tokenizer are yours to add: without them Python's own library is learnt from.",
+    ]
+    return "\n".join([*head, *(line for name, table in tables.items() for line in _lines(name, table)), ""])
+
+
+def _lines(name: str, table: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in plain.items())]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += _lines(f"{name}.{key}", value)
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _model_table(model: ModelShape, run: PlannedRun) -> dict[str, Any]:
+    """Return a [model] table from which the trainer builds this shape."""
+    if run.table is not None:
+        # Without it the vocabulary would be the tokenizer's.
+        return {"vocab_size": model.vocab_size, **run.table}
+    if not model.gated or model.layer_norm or model.latent is not None:
+        kind = "latent attention" if model.latent is not None else "the feed-forward and norms of GPT"
+        raise ConfigError(
+            f"{model.name} has {kind}, which hpcpar plans but does not train; write the files for another "
+            "model, or leave --write out"
+        )
+    base = next(
+        (name for name, one in PRESETS.items() if one.vocab_size == model.vocab_size and not one.experts),
+        "tiny",
+    )
+    table: dict[str, Any] = {"preset": base, "initial_std": 0.02, **run.extra}
+    for key in (
+        *("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
+        *("tie_embeddings", "qk_norm", "dropout"),
+    ):
+        table[key] = getattr(model, key)
+    if model.experts is not None:
+        table["experts"] = {
+            one.name: getattr(model.experts, one.name)
+            for one in fields(Experts)
+            if getattr(model.experts, one.name) is not None
+        }
+    made = LlamaConfig.preset(base, **{key: value for key, value in table.items() if key != "preset"})
+    assert made.parameters() == model.parameters(), "the trainer builds what was planned"
+    return table
+
+
+JOB = """#!/bin/bash
+# {strategy}
+#
+#   sbatch job.sh                 from the directory of train.toml; further words override its keys
+#SBATCH --job-name={model}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={per_node}
+{gpus}#SBATCH --cpus-per-task=1
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --output=%x-%j.out
+
+# --- site: account, partition, modules, environment ---------------------------------------------------
+##SBATCH --account=project
+##SBATCH --partition=standard
+# module load hpcpar              # or whatever has Python and MPI at your site
+# shellcheck source=/dev/null
+if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+# ------------------------------------------------------------------------------------------------------
+set -euo pipefail
+
+# Slurm from 22.05 on does not tell srun the cores of a task by itself.
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-1}}" OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+# Each rank on its own cores, for all steps of this job.
+export SLURM_CPU_BIND=cores
+hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar train train.toml "$@"
+"""
+
+
+def job_script(estimate: Estimate) -> str:
+    """Return the Slurm script of a layout, one rank for each device."""
+    cluster = estimate.cluster
+    return JOB.format(
+        strategy=estimate.strategy,
+        model=estimate.model.name,
+        nodes=cluster.nodes,
+        per_node=cluster.devices_per_node,
+        gpus=f"#SBATCH --gpus-per-node={cluster.devices_per_node}\n" if cluster.device.units > 1 else "",
+    )
