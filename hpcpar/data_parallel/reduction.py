@@ -69,9 +69,11 @@ class Averaging:
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
         if share != 1:
             data.mul_(share)
-        self._averages[bucket] = self._kept(data, comm)
+        self._averages[bucket] = self._kept(data, bucket, comm)
         if self._scattered:
-            handle = comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+            handle = comm.start_reduce_scatter(
+                data, "average", counts=bucket.counts, algorithm=self._algorithm
+            )
             return handle if data is flat else _Scattering(handle, self._averages, bucket)
         return comm.start_allreduce(data, "average", algorithm=self._algorithm)
 
@@ -89,8 +91,5 @@ class Averaging:
         """Return this rank's part of the bucket's last average, flat; complete once waited for."""
         return self._averages[bucket]
 
-    def _kept(self, data: Tensor, comm: Communicator) -> Tensor:
-        if not self._scattered:
-            return data
-        length = data.numel() // comm.size
-        return data[comm.rank * length : (comm.rank + 1) * length]
+    def _kept(self, data: Tensor, bucket: Bucket, comm: Communicator) -> Tensor:
+        return data[slice(*bucket.shard_range(comm.rank, comm.size))] if self._scattered else data

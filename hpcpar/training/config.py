@@ -83,7 +83,7 @@ class ExpertsSection(Section):
 class ModelSection(Section):
     """A preset and changes to it, or a model of Hugging Face. Fields as in `LlamaConfig`.
 
-    hugging_face   its directory: sizes, tokenizer and initial values are those of its files
+    hugging_face   its directory, in place of the preset: sizes, tokenizer and initial values are its files'
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
     seed           of the initial values
@@ -409,9 +409,12 @@ class Config(Section):
                 f"tokens; leave model.vocab_size out, or make it at least that"
             )
         if config.max_sequence < self.train.sequence:
+            advice = "leave model.max_sequence out, or raise it"
+            if self.model.hugging_face is not None:
+                advice = f"set model.max_sequence={self.train.sequence} to go beyond what its files say"
             raise ConfigError(
                 f"train.sequence = {self.train.sequence} is longer than model.max_sequence = "
-                f"{config.max_sequence}; leave model.max_sequence out, or raise it"
+                f"{config.max_sequence}; {advice}"
             )
         if (self.train.recompute_layers or 0) > config.layers:
             raise ConfigError(
