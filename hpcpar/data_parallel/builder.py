@@ -25,7 +25,6 @@ from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.guards import (
     refuse_shared_experts,
-    refuse_spread_on_disk,
     require_castable,
     require_names,
 )
@@ -279,7 +278,6 @@ class Builder:
             sharded=self.options.zero_stage > 0,
         )
         with self.dp_comm.together("making room for the optimizer's state"):
-            refuse_spread_on_disk(spread, self.options.offload)
             return ShardedStep(
                 self.inner,
                 reducer.parameters,

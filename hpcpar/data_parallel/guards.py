@@ -81,6 +81,13 @@ def refuse_contradictions(
         for each in parts_of(inner):
             if not is_muon(each):
                 require_elementwise(each, said=options.elementwise)
+    is_spread = bool(options.matrices) and (stage == 3 or options.splits_matrices)
+    if is_spread and options.offload not in (None, "cpu"):
+        raise OperationError(
+            f"offload={str(options.offload)!r} was asked for with Muon on matrices on several ranks, "
+            "as with zero_stage=3 and tensor parallelism, where all would be in memory at once; take "
+            'offload="cpu", or zero_stage 1 or 2 without tensor parallelism'
+        )
     if options.matrices and options.shared_parameters:
         raise OperationError(
             "shared_parameters=True was asked for with Muon, whose ranks own matrices of different sizes; "
@@ -97,16 +104,6 @@ def refuse_unknown_splits(matrices: Iterable[Named]) -> None:
                 "make the whole matrix orthogonal; make the layer by hpcpar.tensor_parallel, note its Split "
                 "by hpcpar.tensor_parallel.split.place, or give the parameter to AdamW"
             )
-
-
-def refuse_spread_on_disk(spread: Sequence[object], offload: object) -> None:
-    """OperationError for matrices on several ranks whose states are in files."""
-    if spread and offload not in (None, "cpu"):
-        raise OperationError(
-            f"offload={str(offload)!r} was asked for with Muon on matrices that lie on several ranks, as "
-            "with zero_stage=3 and tensor parallelism, where all would be in memory at once; take "
-            'offload="cpu", or zero_stage 1 or 2 without tensor parallelism'
-        )
 
 
 def require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> None:

@@ -79,7 +79,8 @@ def recipe(name: str, *, full: bool = False, overrides: Sequence[str] = ()) -> R
     if scaled is None or not wanted <= about.keys() <= known:
         raise ConfigError(
             f"{path} is no recipe: it needs the tables [scaled.…] and [recipe] with "
-            f"{', '.join(sorted(wanted))}, and may have {', '.join(sorted(known - wanted))}; train a plain configuration without --recipe"
+            f"{', '.join(sorted(wanted))}, and may have {', '.join(sorted(known - wanted))}; train a plain "
+            "configuration without --recipe"
         )
     stages = stages_of(table if full else merged(table, scaled), source=source, overrides=overrides)
     notes = tuple(about.pop("notes", ()))

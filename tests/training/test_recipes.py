@@ -10,9 +10,10 @@ from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.training import Outcome, runs
-from hpcpar.training.dry_run import cluster_of, describe, estimate_of, strategy_of
+from hpcpar.training.dry_run import cluster_of, describe
 from hpcpar.training.metrics import records_of
 from hpcpar.training.pipelined import make_schedule, require_zero_stage, split_of_layers
+from hpcpar.training.prediction import estimate_of, strategy_of
 from hpcpar.training.recipes import SCALED_RANKS, listing, names, recipe
 
 KINDS = {  # degrees above 1, and the stage of ZeRO, of the last stage
