@@ -326,7 +326,7 @@ class TensorParallelCalls:
     An ar sends 2(t - 1) times its values over all ranks, rs and ag (t - 1) times: a layer 8bsh(t - 1)/t
     values on each rank either way, and 10 with `gather_again`. In addition:
 
-        full recomputation   a layer's forward once more
+        full recomputation   a layer's forward once more, without the last collective of a mixture
         norms of heads       with qk_norm="head": ar of both weights' gradients in each backward
         shared heads         with fewer key-value heads than ranks: ar of both weights' gradients in each
                              backward, over the ranks with the same head
@@ -403,7 +403,7 @@ class TensorParallelCalls:
             yield from self._of_column + self._norm
         for number in part.layers:
             if recompute.of_layer(number, self._config.layers) == "full":
-                yield from self.layer_forward(number)
+                yield from self.layer_again(number)
             yield from self.layer_backward(number)
         if part.embeds:
             yield from self._of_embedding
@@ -414,6 +414,16 @@ class TensorParallelCalls:
         if experts is None:
             return 2 * dense
         return dense + self._mixture + (dense if experts.shared_ffn_size else [])
+
+    def layer_again(self, number: int) -> list[CollectiveCall]:
+        """List the collectives of a recomputed layer: up to the last value that backward needs.
+
+        A mixture ends with a collective whose result backward does not need.
+        """
+        calls, experts = self.layer_forward(number), self._config.experts_of(number)
+        if experts is not None and self._mixture:
+            calls.remove(self._mixture[-1])
+        return calls
 
     def layer_backward(self, number: int) -> list[CollectiveCall]:
         """List the collectives of feed-forward or mixture, of attention, and of their norms."""

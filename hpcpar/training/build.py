@@ -24,6 +24,7 @@ from hpcpar.models.hugging_face_files import stored_values
 from hpcpar.models.initialise import initial_value
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
+from hpcpar.training.composition import require_heads_to_exchange
 from hpcpar.training.config import Config, OptimizerSection
 from hpcpar.training.pipelined import item_costs, make_schedule, require_zero_stage, split_of_layers
 from hpcpar.training.sequences import Sequences
@@ -97,7 +98,7 @@ def sequences_of(config: Config, mesh: Mesh, tp: TensorParallel, tokenizer: Toke
             multiple=tp.size if tp.sequence_parallel else 1,
             even=mesh.pp.size > 1,
         )
-        _require_heads(config, tp.size, mesh.cp.size, context.inner.size)
+        require_heads_to_exchange(config, tp.size, mesh.cp.size, context.inner.size)
     return Sequences(
         config.train.global_batch * config.train.sequence,
         context,
@@ -125,27 +126,6 @@ def expert_ranks_of(
         replicas=None if is_everywhere else mesh.edp,
         replica=mesh.dp.rank,
         balancing=Balancing(sizes, others, of_sequence, tokens_per_step=sequences.global_tokens),
-    )
-
-
-def _require_heads(config: Config, tp: int, cp: int, exchanging: int) -> None:
-    """Raise ConfigError unless each tp rank's heads divide among the ranks that exchange them (Ulysses)."""
-    heads = config.model_config_for(1).heads
-    own, rest = divmod(heads, tp)
-    if rest or not own % exchanging:  # heads that do not divide among tp ranks are refused where these are
-        return
-    method, unit = config.context_parallel.method, tp * exchanging
-    if "+" in method:
-        change = "context_parallel.inner"
-        fitting = [degree for degree in range(1, cp) if not own % degree and not cp % degree]
-    else:
-        change, fitting = "mesh.cp", [degree for degree in range(1, own + 1) if not own % degree]
-    each = f", of which each of mesh.tp = {tp} ranks has {own}," if tp > 1 else ""
-    below = heads // unit * unit
-    raise ConfigError(
-        f"model.heads = {heads}{each} do not divide among {exchanging} ranks that exchange heads "
-        f"(context_parallel.method = {method!r}); make it {f'{below} or ' if below else ''}{below + unit}, "
-        f"set {change} to {' or '.join(map(str, fitting))}, or take the method 'exchange'"
     )
 
 

@@ -423,74 +423,9 @@ class Config(Section):
             )
         return config
 
-    def require_experts_for(self, ep: int) -> None:
-        """Raise ConfigError unless the model has an expert for each of `ep` ranks."""
-        experts = self.model_config_for(1).experts
-        if ep == 1 or (experts is not None and ep <= experts.count):
-            return
-        if experts is None:
-            raise ConfigError(
-                f"mesh.ep = {ep}, but {self.model} has no experts to divide; take a "
-                "preset with experts, set model.experts.count, per_token and ffn_size, or leave mesh.ep out"
-            )
-        raise ConfigError(
-            f"mesh.ep = {ep} ranks are to divide model.experts.count = {experts.count} experts, and each is "
-            f"to have one; take at most mesh.ep = {experts.count}, or more experts"
-        )
-
-    def require_recompute(self) -> None:
-        """Raise ConfigError for recompute_layers without recompute."""
-        if self.train.recompute_layers is not None and self.train.recompute == "none":
-            raise ConfigError(
-                f"train.recompute_layers = {self.train.recompute_layers}, but train.recompute = 'none'; set "
-                "train.recompute=selective or full, too, or leave it out"
-            )
-
     @property
     def recompute(self) -> Recompute:
         return Recompute(self.train.recompute, self.train.recompute_layers)
-
-    def require_sequence_for(self, tp: int) -> None:
-        """Raise ConfigError where sequence parallelism cannot give `tp` ranks equal parts of a sequence."""
-        sequence = self.train.sequence
-        if not self.tensor_parallel.sequence_parallel or not sequence % tp:
-            return
-        below = sequence // tp * tp
-        near = f"{below} or {below + tp}" if below else f"{tp}"
-        raise ConfigError(
-            f"train.sequence = {sequence} does not divide among mesh.tp = {tp} ranks, which are to have "
-            f"equal parts of it; make it {near}, or set tensor_parallel.sequence_parallel=false"
-        )
-
-    def require_pipeline_for(self, pp: int, dp: int) -> None:
-        """Raise ConfigError unless `pp` ranks can form a pipeline and each dp rank has whole microbatches."""
-        if pp == 1:
-            if self.pipeline.balance != "flops":
-                raise ConfigError(
-                    f"pipeline.balance = {self.pipeline.balance!r}, but with mesh.pp = 1 there are no stages "
-                    "to balance; leave it out, or raise mesh.pp"
-                )
-            return
-        if self.optimizer.zero_stage == 3:
-            raise ConfigError(
-                f"optimizer.zero_stage = 3 with mesh.pp = {pp}: each of a step's microbatches would gather "
-                "a stage's parameters twice and scatter its gradients; use zero_stage=1, whose traffic does "
-                "not grow with them, or mesh.pp=1"
-            )
-        if self.optimizer.zero_stage == 2 and self.model_config_for(1).tie_embeddings:
-            raise ConfigError(
-                f"optimizer.zero_stage = 2 with mesh.pp = {pp} and tied embeddings: every backward averages "
-                "and cuts gradients, before those of embedding and head can be summed; use zero_stage=1, or "
-                "model.tie_embeddings=false"
-            )
-        batch, microbatch = self.train.global_batch, self.train.microbatch
-        if batch % (dp * microbatch):
-            whole = max(1, batch // (dp * microbatch)) * dp * microbatch
-            raise ConfigError(
-                f"train.global_batch = {batch} is not divided by mesh.dp x train.microbatch = {dp} x "
-                f"{microbatch}, and a pipeline needs microbatches of one size; make it {whole} or "
-                f"{whole + dp * microbatch}, or change train.microbatch"
-            )
 
 
 def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:

@@ -29,6 +29,7 @@ from hpcpar.pipeline_schedules import schedule_registry, text
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
 from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.training.composition import split_backward
 from hpcpar.training.config import Config
 from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import span
@@ -146,16 +147,10 @@ def copies_here(model: LlamaStages, tied: TiedWeights) -> dict[str, bool]:
 
 
 def require_zero_stage(config: Config, schedule: Schedule) -> None:
-    """Raise ConfigError where the stage of ZeRO does not fit the schedule."""
-    if config.optimizer.zero_stage < 2:
-        return
-    if any(action.kind == "W" for action in schedule.actions()):
-        raise ConfigError(
-            f"optimizer.zero_stage = {config.optimizer.zero_stage} with pipeline.schedule = "
-            f"{config.pipeline.schedule!r}: every backward of stage 2 sends all gradients, and this schedule "
-            "has two for each microbatch; use zero_stage=1, whose traffic does not grow with them, or a "
-            "schedule that does not split the backward, such as 1f1b"
-        )
+    """Raise ConfigError where the stage of ZeRO does not fit a schedule, which may be a file's."""
+    reason = split_backward(config)
+    if reason is not None and any(action.kind == "W" for action in schedule.actions()):
+        raise ConfigError(reason)
 
 
 class PipelinedModel:

@@ -35,6 +35,7 @@ from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import AXES, Layout
+from hpcpar.training.composition import require_composition
 from hpcpar.training.config import Config, config_of, read_table, write_override
 from hpcpar.training.hugging_face_start import with_hugging_face
 from hpcpar.training.run_directory import MODEL_KEYS, model_value
@@ -152,10 +153,7 @@ def _require_layouts(configs: Sequence[Config], ranks: int) -> None:
     for number, config in enumerate(configs, 1):
         try:
             layout = Layout.fit(_own_size(config) or ranks, **config.mesh.model_dump())
-            config.require_recompute()
-            config.require_sequence_for(layout.tp)
-            config.require_experts_for(layout.ep)
-            config.require_pipeline_for(layout.pp, layout.dp)
+            require_composition(config, layout)
         except (ConfigError, LayoutError) as error:
             raise type(error)(f"stage {number}: {error}") from error
 

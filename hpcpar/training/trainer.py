@@ -43,6 +43,7 @@ from hpcpar.training.build import (
     sequences_of,
     tensor_parallel_of,
 )
+from hpcpar.training.composition import require_composition
 from hpcpar.training.config import Config
 from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
 from hpcpar.training.hugging_face_start import read_start, with_hugging_face, without_reading
@@ -87,11 +88,8 @@ class Run:
         self._is_to_stop = False
         self._activations: Activations | None = None
         self.mesh = Mesh(comm, config.mesh.model_dump())
-        config.require_recompute()
-        config.require_sequence_for(self.mesh.tp.size)
-        config.require_experts_for(self.mesh.ep.size)
+        require_composition(config, self.mesh.layout)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
-        config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)

@@ -20,6 +20,7 @@ from hpcpar.planner.estimate import estimate
 from hpcpar.planner.layout import Layout
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.strategy import Strategy
+from hpcpar.training.composition import require_composition
 from hpcpar.training.config import read
 
 MIXTRAL = {
@@ -190,9 +191,7 @@ def test_the_trainer_takes_what_is_written(name: str, fix: tuple[str, ...], tmp_
     sizes = config.model_config_for(100)
     assert sizes.parameters() == ModelShape.named(model).parameters()
     layout = Layout(**found["layout"])
-    config.require_experts_for(layout.ep)
-    config.require_sequence_for(layout.tp)
-    config.require_pipeline_for(layout.pp, layout.dp)
+    require_composition(config, layout)
 
 
 def test_the_job_script_is_for_the_nodes_and_is_a_script(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_re
 from hpcpar.planner.search import PlanRequest, layouts_of
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel.attention import require_heads
+from hpcpar.training.composition import require_composition
 from hpcpar.training.config import parse
 
 NODE = replace(Cluster.named("a100-dgx").with_nodes(1), devices_per_node=12)
@@ -34,10 +35,10 @@ def trainer_refuses(config: LlamaConfig, text: str, layout: Layout) -> bool:
     """True where the trainer's own functions raise for these degrees."""
     told = parse(text, source="test")
     try:
-        told.require_experts_for(layout.ep)
+        require_composition(told, replace(layout, pp=1))
         if layout.pp > config.layers:  # a stage without a layer: the trainer has it, the planner does not
             return True
-        told.require_pipeline_for(layout.pp, layout.dp)
+        require_composition(told, layout)
         require_heads(config.heads, config.key_value_heads, layout.tp)
         split = layout.etp == layout.tp
         replicas: Any = "the optimizer's own"
@@ -83,7 +84,7 @@ def test_zero_with_a_pipeline_is_refused_as_by_the_trainer(stage: int, tied: boo
     text = f"[model]\ntie_embeddings = {str(tied).lower()}\n[optimizer]\nzero_stage = {stage}"
     told = parse(text, source="test")
     try:
-        told.require_pipeline_for(2, 1)
+        require_composition(told, Layout(pp=2))
         refused = False
     except HpcparError:
         refused = True
@@ -95,7 +96,7 @@ def test_zero_with_a_pipeline_is_refused_as_by_the_trainer(stage: int, tied: boo
 def test_sequence_parallelism_needs_what_the_trainer_needs(tp: int) -> None:
     told = parse("[train]\nsequence = 60\n[tensor_parallel]\nsequence_parallel = true", source="test")
     try:
-        told.require_sequence_for(tp)
+        require_composition(told, Layout(tp=tp))
         refused = False
     except HpcparError:
         refused = True

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpcpar.errors import ConfigError
+from hpcpar.mesh import Layout
 from hpcpar.models import Experts, LlamaConfig
 from hpcpar.tensor_parallel import TensorParallel
+from hpcpar.training.composition import require_composition
 from hpcpar.training.config import (
     Config,
     ExpertsSection,
@@ -289,17 +291,17 @@ def test_more_layers_to_recompute_than_there_are_is_refused() -> None:
 
 
 def test_layers_to_recompute_are_refused_where_nothing_is_recomputed() -> None:
-    parse("[train]\nrecompute_layers = 1\nrecompute = 'full'\n", source="x").require_recompute()
+    require_composition(parse("[train]\nrecompute_layers = 1\nrecompute = 'full'\n", source="x"), Layout())
     with pytest.raises(ConfigError, match=r"train\.recompute_layers = 1, but train\.recompute = 'none'; set"):
-        parse("[train]\nrecompute_layers = 1\n", source="x").require_recompute()
+        require_composition(parse("[train]\nrecompute_layers = 1\n", source="x"), Layout())
 
 
 def test_a_sequence_must_divide_where_ranks_share_it_only() -> None:
-    parse("[train]\nsequence = 30\n", source="x").require_sequence_for(4)
+    require_composition(parse("[train]\nsequence = 30\n", source="x"), Layout(tp=4))
     config = parse("[train]\nsequence = 3\n[tensor_parallel]\nsequence_parallel = true\n", source="x")
-    config.require_sequence_for(3)
+    require_composition(config, Layout(tp=3))
     with pytest.raises(ConfigError, match=r"train\.sequence = 3 .* mesh\.tp = 4 ranks.*; make it 4, or set"):
-        config.require_sequence_for(4)
+        require_composition(config, Layout(tp=4))
 
 
 def test_an_unknown_preset_is_refused() -> None:

@@ -10,6 +10,7 @@ from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.training import Outcome, runs
+from hpcpar.training.composition import require_composition
 from hpcpar.training.dry_run import cluster_of, describe
 from hpcpar.training.metrics import records_of
 from hpcpar.training.pipelined import make_schedule, require_zero_stage, split_of_layers
@@ -83,10 +84,7 @@ def test_the_trainer_has_nothing_against_a_full_form(name: str) -> None:
             Layout(**config.mesh.model_dump()),
             config.model_config_for(config.model.vocab_size or 0),
         )
-        config.require_recompute()
-        config.require_sequence_for(layout.tp)
-        config.require_experts_for(layout.ep)
-        config.require_pipeline_for(layout.pp, layout.dp)
+        require_composition(config, layout)
         if layout.pp > 1:
             costs = [float(flops) for flops in sizes.flops_per_item(config.train.sequence)]
             schedule = make_schedule(config, layout.pp, strategy_of(config).microbatches, costs)

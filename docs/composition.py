@@ -1,0 +1,96 @@
+"""The page of the documentation on what can be combined, from the rules that refuse the rest.
+
+python docs/composition.py > docs/composition.md
+"""
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Collection, Iterator, Mapping
+
+from hpcpar.errors import HpcparError
+from hpcpar.mesh import Layout
+from hpcpar.training.composition import FEATURES, refusal
+from hpcpar.training.config import parse
+
+TEXT = """\
+# What can be combined
+
+This page is made from the rules in `hpcpar/training/composition.py`: `python docs/composition.py > docs/composition.md`.
+A run is held to them on every rank before anything starts.
+
+**+** works together: `tests/training/test_composition.py` draws layouts until every such pair is in one, and
+compares losses, norms, parameters and bytes with one process. **·** are two values of one thing. A number is the
+reason of a refusal, below.
+
+Each axis has 2 ranks here; sizes that do not divide among the ranks are refused, too, with the nearest that do.
+
+{table}
+
+## Refused
+
+{reasons}
+
+Three that are refused though every two of them work:
+
+{triples}
+"""
+
+
+def reason_against(*features: Mapping[str, str]) -> str | None:
+    """Return why options cannot be together; "" where they set a key to two values, None where they can."""
+    told: dict[str, str] = {}
+    for key, value in itertools.chain.from_iterable(each.items() for each in features):
+        if told.setdefault(key, value) != value:
+            return ""
+    size = ("train.sequence=16", "train.global_batch=8", "train.microbatch=2")
+    try:
+        config = parse("", source="", overrides=(*size, *(f"{key}={value}" for key, value in told.items())))
+        degrees = config.mesh.model_dump()
+        return refusal(config, Layout(**{**degrees, "dp": 2}))
+    except HpcparError as error:
+        return str(error)
+
+
+def page() -> str:
+    """Return the page."""
+    named = {
+        name: (dimension, dict(each.split("=", 1) for each in options))
+        for dimension, features in FEATURES.items()
+        for name, options in features.items()
+    }
+    reasons: dict[str, int] = {}
+    numbers = {name: str(number) for number, name in enumerate(named, 1)}
+    rows = ["| | | " + " | ".join(numbers.values()) + " |", "|---|---|" + "---|" * len(named)]
+    for name, (dimension, options) in named.items():
+        cells = []
+        for other, (its_dimension, its_options) in named.items():
+            reason = reason_against(options, its_options)
+            if other == name or dimension == its_dimension or reason == "":
+                cells.append("·")
+            elif reason is None:
+                cells.append("+")
+            else:
+                cells.append(f"[{reasons.setdefault(reason, len(reasons) + 1)}]")
+        rows.append(f"| {numbers[name]} | {name} | " + " | ".join(cells) + " |")
+    return TEXT.format(
+        table="\n".join(rows),
+        reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
+        triples="\n".join(triples(named, reasons)),
+    )
+
+
+def triples(named: Mapping[str, tuple[str, Mapping[str, str]]], known: Collection[str]) -> Iterator[str]:
+    """List the reasons that no pair is refused for, each with the first three that it is about."""
+    seen = set(known) | {""}
+    for three in itertools.combinations(named, 3):
+        reason = reason_against(*(named[name][1] for name in three))
+        if reason is not None and reason not in seen:
+            seen.add(reason)
+            yield f"* {', '.join(three)}: {reason}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

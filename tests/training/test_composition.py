@@ -1,0 +1,136 @@
+"""Everything with everything: drawn layouts train the model of one process and send what theory says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.models import LlamaStages
+from hpcpar.tensor_parallel import own_shard
+from hpcpar.training import Config, Outcome, Run
+from tests.training.conftest import configs_in
+from tests.training.layouts import Drawn, pairwise
+from tests.training.runs import MakeConfig, course, deviations
+
+Serial = tuple[dict[str, Tensor], list[float], float]
+"""All parameters; losses and norms of all steps; held-out loss."""
+
+OfSerial = Callable[[tuple[str, ...]], Serial]
+
+MODEL = (
+    "model.hidden_size=16",
+    "model.layers=4",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_size=32",
+    "train.sequence=16",
+    "train.steps=10",
+    "train.global_batch=8",
+    "train.microbatch=2",
+    "train.evaluate_every=10",
+    "optimizer.clip_norm=0.2",
+    "optimizer.epsilon=1e-4",
+)
+"""Every gradient is clipped; heads, experts and layers divide among all ranks of the layouts."""
+
+LAYOUTS = list(pairwise(MODEL, ranks=8, seed=1, leave_out=("precision",)))
+
+
+MORE = list(pairwise(MODEL, ranks=8, seed=2, leave_out=("precision",)))
+"""Another draw of every pair."""
+
+
+def marked(layouts: Sequence[Drawn]) -> list[Any]:
+    """Those of up to four ranks are for every run of the tests, the others for the long ones."""
+    return [
+        pytest.param(each, marks=[pytest.mark.long] if each.ranks > 4 else [], id=str(each))
+        for each in layouts
+    ]
+
+
+def test_at_least_forty_layouts_are_drawn_and_no_two_are_the_same() -> None:
+    assert len({each.options for each in LAYOUTS}) == len(LAYOUTS) >= 40
+    assert {2, 4, 8} <= {each.ranks for each in LAYOUTS}
+
+
+def test_the_documentation_shows_the_rules_that_are_kept() -> None:
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [sys.executable, "docs/composition.py"], cwd=root, check=True, capture_output=True, text=True
+    )
+    assert made.stdout == (root / "docs" / "composition.md").read_text("utf-8")
+
+
+def of_model(options: tuple[str, ...]) -> tuple[str, ...]:
+    """Options that change what is computed, and not only where."""
+    return tuple(sorted(each for each in options if each.startswith(("model.", "optimizer.name"))))
+
+
+@pytest.fixture(scope="session")
+def of_serial(tmp_path_factory: pytest.TempPathFactory) -> OfSerial:
+    """`of_serial(options)`: the run of one process, once for all that compare with it."""
+
+    @cache
+    def trained(options: tuple[str, ...]) -> Serial:
+        config = configs_in(tmp_path_factory.mktemp("alone"))(*MODEL, *options)
+
+        def work(comm: Communicator) -> Serial:
+            run = Run(config, comm)
+            outcome = run.train()
+            assert isinstance(outcome, Outcome)
+            values = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+            return values, course(config), outcome.held_out_loss
+
+        return run_loopback(1, work)[0]
+
+    return trained
+
+
+def require_serial(config: Config, comm: Communicator, whole: Serial) -> None:
+    """Train a layout; every parameter, loss, norm and byte is as it must be, on every rank. Collective."""
+    values, losses, held_out = whole
+    run = Run(config, comm)
+    outcome = run.train()
+    assert isinstance(outcome, Outcome)
+    run.optimizer.wait_for_parameters()
+    tied = run.model.tied_names if isinstance(run.model, LlamaStages) else {}
+    with torch.no_grad(), summon_full_parameters(run.model, write_back=False):
+        off = {
+            name: (own_shard(part, values[tied.get(name, name)]) - part).abs().max().item()
+            for name, part in run.model.named_parameters()
+        }
+    assert max(off.values()) < 1e-10, off
+    assert course(config) == pytest.approx(losses, abs=1e-10)
+    assert outcome.held_out_loss == pytest.approx(held_out, abs=1e-10)
+    found = deviations(outcome)
+    assert set(found.values()) <= {0}, found
+    assert outcome.memory.worst.unexplained_nbytes == 0
+
+
+@pytest.mark.parametrize("drawn", marked(LAYOUTS))
+def test_a_drawn_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn
+) -> None:
+    whole = of_serial(of_model(drawn.options))
+    config = config_of(*MODEL, *drawn.options)
+    run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drawn", MORE, ids=str)
+def test_another_draw_trains_the_model_of_one_process_and_sends_what_theory_says(
+    config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn
+) -> None:
+    whole = of_serial(of_model(drawn.options))
+    config = config_of(*MODEL, *drawn.options)
+    run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole))
