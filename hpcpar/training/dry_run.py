@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError
 from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.memory import StateWidths
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.strategy import Strategy
 from hpcpar.training.config import Config
 from hpcpar.training.hugging_face_start import with_hugging_face
+from hpcpar.training.memory_check import state_widths
 from hpcpar.training.recipes import SCALED_RANKS, Recipe
 from hpcpar.units import format_nbytes
 
@@ -74,14 +76,14 @@ def strategy_of(config: Config) -> Strategy:
 
 def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
     """Return the planner's estimate of a step, with the configured optimizer's widths."""
-    section = config.optimizer
-    widths = StateWidths.of(
-        config.train.precision,
-        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
-        moment_dtype=section.moments,
-        sum_dtype=section.reduction,
-    )
-    software = replace(HPCPAR, optimizer_bytes=widths.optimizer, gradient_bytes=widths.gradients)
+    matrices, others = (state_widths(config, moments) for moments in config.optimizer.moment_counts)
+    # The planner knows one width: that of the whole model's average parameter, rounded up.
+    average = matrices.optimizer
+    if matrices != others:
+        sizes = config.model_config_for(config.model.vocab_size or 256)
+        share = Fraction(sizes.layer_matrix_parameters(), sizes.parameters())
+        average = math.ceil(share * matrices.optimizer + (1 - share) * others.optimizer)
+    software = replace(HPCPAR, optimizer_bytes=average, gradient_bytes=matrices.gradients)
     return estimate(shape, cluster, strategy_of(config), software)
 
 
