@@ -135,9 +135,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(config_of: MakeConfig) -
     require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
 
 
-@pytest.mark.parametrize(
-    "options", [("optimizer.zero_stage=1",), ("optimizer.zero_stage=3",), ("mesh.tp=2",)]
-)
+@pytest.mark.parametrize("option", ["optimizer.zero_stage=1", "optimizer.zero_stage=3", "mesh.tp=2"])
 def test_the_usual_bfloat16_iterations_stay_near_one_process(
     config_of: MakeConfig, of_one_process: OfOneProcess, option: str
 ) -> None:

@@ -10,8 +10,10 @@ from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.training import Outcome, runs
-from hpcpar.training.dry_run import cluster_of, describe, estimate_of, strategy_of
+from hpcpar.training.dry_run import cluster_of, describe
 from hpcpar.training.metrics import records_of
+from hpcpar.training.pipelined import make_schedule, require_zero_stage, split_of_layers
+from hpcpar.training.prediction import estimate_of, strategy_of
 from hpcpar.training.recipes import SCALED_RANKS, listing, names, recipe
 
 KINDS = {  # degrees above 1, and the stage of ZeRO, of the last stage
@@ -74,6 +76,24 @@ def test_a_full_form_fits_its_machine_in_every_stage(name: str) -> None:
         assert estimate_of(config, own, Cluster.named(found.machine)).fits
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_the_trainer_has_nothing_against_a_full_form(name: str) -> None:
+    for config in recipe(name, full=True).stages:
+        layout, sizes = (
+            Layout(**config.mesh.model_dump()),
+            config.model_config_for(config.model.vocab_size or 0),
+        )
+        config.require_recompute()
+        config.require_sequence_for(layout.tp)
+        config.require_experts_for(layout.ep)
+        config.require_pipeline_for(layout.pp, layout.dp)
+        if layout.pp > 1:
+            costs = [float(flops) for flops in sizes.flops_per_item(config.train.sequence)]
+            schedule = make_schedule(config, layout.pp, strategy_of(config).microbatches, costs)
+            require_zero_stage(config, schedule)
+            assert len(split_of_layers(config, sizes.layers, costs, schedule)) == schedule.stages
+
+
 def test_llama_3_has_the_ranks_and_batches_of_its_table_4() -> None:
     strategies = [strategy_of(config) for config in recipe("llama3-405b", full=True).stages]
     assert [each.layout.size for each in strategies] == [8192, 16_384, 16_384]
@@ -108,6 +128,17 @@ def test_a_run_whose_ranks_are_not_said_has_no_account() -> None:
     (config,) = recipe("olmo-7b", overrides=["mesh.dp=-1"]).stages
     with pytest.raises(ConfigError, match=r"give each degree, as in mesh.dp=8"):
         describe((config,), None)
+
+
+def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    about = '[recipe]\nsummary = "mine"\nsource = "here"\nmachine = "h800"\n'
+    path.write_text(about + "[mesh]\ndp = 64\n[scaled.mesh]\ndp = 8\n")
+    assert recipe(str(path)).stages[0].mesh.dp == 8
+    assert recipe(str(path), full=True).stages[0].mesh.dp == 64
+    path.write_text("[mesh]\ndp = 64\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml is no recipe: it needs the tables"):
+        recipe(str(path))
 
 
 def test_an_unknown_recipe_is_refused_with_the_list_and_overrides_are_those_of_files() -> None:
