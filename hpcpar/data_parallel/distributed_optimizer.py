@@ -28,6 +28,7 @@ from hpcpar.data_parallel import guards
 from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.builder import Builder, OptimizerOptions
+from hpcpar.data_parallel.combined_optimizer import has_muon
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
@@ -185,7 +186,8 @@ class DistributedOptimizer(Optimizer):
             tied=dict(tied or {}),
             elementwise=elementwise,
             matrices=matrices,
-            splits_matrices=any(is_divided(p) for _, p in self._named if id(p) in matrices),
+            # Of every stage of a pipeline alike: one of them may have no matrix.
+            splits_matrices=has_muon(optimizer) and any(is_divided(p) for _, p in self._named),
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
             algorithm=algorithm,

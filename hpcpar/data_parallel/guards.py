@@ -98,7 +98,9 @@ def refuse_contradictions(
 def refuse_unknown_splits(matrices: Iterable[Named]) -> None:
     """OperationError for matrices of Muon that are split over ranks in a way that nobody noted."""
     for name, parameter in matrices:
-        if split_over_of(parameter) and info_of(parameter).split is None:
+        info = info_of(parameter)
+        # Experts are spread over ep, each whole where it notes no split.
+        if split_over_of(parameter) and info.split is None and info.replicas is None:
             raise OperationError(
                 f"{name} is split over {split_over_of(parameter)[0].name!r}, and Muon needs to know how, to "
                 "make the whole matrix orthogonal; make the layer by hpcpar.tensor_parallel, note its Split "
