@@ -103,7 +103,7 @@ class PlanRequest:
                     rate, what = self.cluster.disk_bandwidth, "host.disk_gb_per_s"
                 if not rate:
                     raise ConfigError(
-                        f"offload={value}, but the machine {self.cluster.name} does not say how fast that is; "
+                        f"offload={value}, but machine {self.cluster.name} does not say how fast that is; "
                         f"add {what} to its file"
                     )
 
