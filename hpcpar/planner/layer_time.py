@@ -55,7 +55,7 @@ def layer_time(
     forward |= exchanged.exposed
     backward |= exchanged.exposed
     fused = software.fused_attention or _softmax_is_fused(model, strategy)
-    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * device.launch_s
+    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * max(device.launch_s, software.launch_s)
     forward["launches"] = max(0.0, launched - sum(forward.values()))
     launched *= software.backward_kernels
     backward["launches"] = max(0.0, launched - sum(backward.values()) - of_weights)

@@ -21,6 +21,7 @@ class Software:
     softmax_kernels   launches that this adds
     kernels           launches of a layer's forward
     backward_kernels  launches of its backward, in units of the forward's
+    launch_s          of the host for one launch, in the interpreter and the library; the device's at least
     head_rate         share of the layers' rate that the output projection reaches
     logits            elementwise bytes of loss and its backward for each logit
     overlap           share of the backward behind which gradients are reduced; 0 = after it
@@ -44,6 +45,7 @@ class Software:
     softmax_kernels: float = 8
     kernels: float = 20
     backward_kernels: float = 1.0
+    launch_s: float = 0.0
     head_rate: float = 1.0
     logits: float = 20.0
     overlap: float = 0.9
@@ -68,6 +70,8 @@ SOFTWARE = {
             "megatron-deepspeed",
             fused_attention=False,
             kernels=26,
+            launch_s=30e-6,
+            step_s=5e-3,
             overlap=0.0,
             hides_messages=False,
             scatters_messages=True,
@@ -77,6 +81,7 @@ SOFTWARE = {
             "megatron",
             fused_attention=False,
             kernels=24,
+            launch_s=10e-6,
             overlap=0.0,
             hides_messages=False,
             scatters_messages=True,
