@@ -11,6 +11,13 @@ from hpcpar.algorithms.step import Copy, Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.errors import OperationError
 
+SIGNS = {
+    "→": "2→3     chunk 2 goes to rank 3",
+    "←": "2←3     chunk 2 comes from rank 3",
+    "+": "+2←3    and is added to the rank's own",
+    "⇒": "i3⇒o3   chunk 3 of the input is copied into the output; w: work space",
+}
+
 _LETTERS: dict[Space, str] = {"data": "", "input": "i", "output": "o", "work": "w"}
 
 _Rows = list[dict[int, int]]  # by rank: step -> row
@@ -31,7 +38,7 @@ def draw(
         algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
     ]
     chunks = algorithm.chunks(size, segments, nodes)
-    rows = _rows(schedules)
+    rows = rows_of(schedules)
     table = [["", *(f"rank {rank}" for rank in range(size))]]
     if algorithm.placed and nodes is not None:
         table.append(["", *(f"node {node}" for node in nodes)])
@@ -44,10 +51,25 @@ def draw(
         ]
         table.extend(["", *lines] for lines in zip_longest(*cells, fillvalue=""))
         table[-max(map(len, cells))][0] = f"step {row}"
-    return f"{_title(algorithm, size, root, chunks)}\n\n{_aligned(table)}\n"
+    return f"{title(algorithm, size, root, chunks)}\n\n{_aligned(table)}\n"
 
 
-def _title(algorithm: Algorithm, size: int, root: int, chunks: int) -> str:
+def legend(drawn: str) -> str:
+    """Explain the signs that occur in what `draw` returns."""
+    return "\n".join(meaning for sign, meaning in SIGNS.items() if sign in drawn)
+
+
+def time_text(algorithm: Algorithm, size: int, segments: int = 1) -> str:
+    """Format the closed form, each rank on a node of its own: "6α + 1.5 Sβ + 0.75 Sγ"."""
+    if size == 1:
+        return "0"
+    cost = algorithm.cost(size, segments)
+    terms = [f"{cost.messages:.3g}α"]
+    terms += [f"{factor:.3g} S{sign}" for factor, sign in ((cost.sent, "β"), (cost.combined, "γ")) if factor]
+    return " + ".join(terms)
+
+
+def title(algorithm: Algorithm, size: int, root: int, chunks: int) -> str:
     what = [f"{size} ranks" if size > 1 else "1 rank"]
     if chunks:
         what.append(f"a vector S of {chunks} chunks" if chunks > 1 else "a vector S of 1 chunk")
@@ -56,9 +78,9 @@ def _title(algorithm: Algorithm, size: int, root: int, chunks: int) -> str:
     return f"{algorithm.collective} {algorithm.name}: {', '.join(what)}"
 
 
-def _rows(schedules: Sequence[Sequence[Step]]) -> _Rows:
+def rows_of(schedules: Sequence[Sequence[Step]]) -> _Rows:
     """The row of every step of every rank: as early as its own previous step and its partners allow."""
-    partners = _partners(schedules)
+    partners = partners_of(schedules)
     rows: _Rows = [dict.fromkeys(range(len(steps)), 0) for steps in schedules]
     earliest = [dict(of_rank) for of_rank in rows]
     changed = True
@@ -73,7 +95,7 @@ def _rows(schedules: Sequence[Sequence[Step]]) -> _Rows:
     return rows
 
 
-def _partners(schedules: Sequence[Sequence[Step]]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def partners_of(schedules: Sequence[Sequence[Step]]) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(rank, step) -> the (rank, step) at the other end of each of its messages."""
     senders: dict[tuple[int, int], list[int]] = defaultdict(list)
     receivers: dict[tuple[int, int], list[int]] = defaultdict(list)

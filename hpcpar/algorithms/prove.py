@@ -30,6 +30,30 @@ def prove(
     algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> None:
     """Run the schedules of all `size` ranks; ScheduleError with the rank and the step if one is wrong."""
+    _run(algorithm, size, root, segments, nodes)
+
+
+def memories(
+    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> list[list[Memory]]:
+    """Prove the schedules; return what each rank holds before each of its steps, and at the end.
+
+    memories(find("allreduce", "ring"), 4)[rank][step]["data"][chunk]
+    errors   ScheduleError with the rank and the step if a schedule is wrong
+    """
+    seen: list[list[Memory]] = [[] for _ in range(size)]
+    _run(algorithm, size, root, segments, nodes, seen)
+    return seen
+
+
+def _run(
+    algorithm: Algorithm,
+    size: int,
+    root: int,
+    segments: int,
+    nodes: Nodes | None,
+    seen: Sequence[list[Memory]] | None = None,
+) -> None:
     prove_schedules(
         algorithm.collective,
         [algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)],
@@ -37,6 +61,7 @@ def prove(
         chunks=algorithm.chunks(size, segments, nodes),
         work_chunks=algorithm.work_chunks(size),
         name=algorithm.name,
+        seen=seen,
     )
 
 
@@ -48,11 +73,13 @@ def prove_schedules(
     chunks: int | None = None,
     work_chunks: int | None = None,
     name: str = "schedule",
+    seen: Sequence[list[Memory]] | None = None,
 ) -> None:
     """Run one schedule for each rank, from wherever they come; ScheduleError if they are wrong.
 
     chunks, work_chunks   how many there are in the data (or input) and work space; None: as many as
                           the schedules name, or one for each rank where the collective demands it
+    seen                  gets what each rank holds before each of its steps, and at the end
     """
     require_collective(collective)
     if not 0 <= root < len(schedules):
@@ -63,7 +90,7 @@ def prove_schedules(
     if work_chunks is None:
         work_chunks = _chunks_named(schedules, "work")
     promise = _Promise(collective, len(schedules), root, chunks, work_chunks)
-    _Interpreter(f"{collective} {name} on {len(schedules)} ranks", promise, schedules).run()
+    _Interpreter(f"{collective} {name} on {len(schedules)} ranks", promise, schedules, seen).run()
 
 
 class Value(NamedTuple):
@@ -168,8 +195,15 @@ class _Channel:
 
 
 class _Interpreter:
-    def __init__(self, title: str, promise: _Promise, schedules: Sequence[Sequence[Step]]) -> None:
+    def __init__(
+        self,
+        title: str,
+        promise: _Promise,
+        schedules: Sequence[Sequence[Step]],
+        seen: Sequence[list[Memory]] | None = None,
+    ) -> None:
         self.title = title
+        self.seen = seen
         self.promise = promise
         self.ranks = [
             _ProvedRank(rank, steps, promise.before(rank), 1 << rank) for rank, steps in enumerate(schedules)
@@ -182,6 +216,8 @@ class _Interpreter:
         while ready:
             me = ready.popleft()
             self._finish_step(me)
+            if self.seen is not None:
+                self.seen[me.rank].append({space: list(values) for space, values in me.memory.items()})
             me.at += 1
             if not me.finished:
                 ready.extend(self._begin_step(me))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from hpcpar.algorithms import draw as drawing
@@ -10,7 +12,11 @@ from hpcpar.cli import Commands, LazyGroup
 from hpcpar.errors import HpcparError, OperationError
 
 COMMANDS: Commands = {
-    "steps": ("hpcpar.cli.draw_commands", "steps", "The steps of a collective, as text: `draw ring`."),
+    "steps": (
+        "hpcpar.cli.draw_commands",
+        "steps",
+        "The steps of a collective: `draw ring`, `draw allreduce --output ring.gif`.",
+    ),
     "pipeline": (
         "hpcpar.cli.draw_pipeline",
         "pipeline",
@@ -61,19 +67,49 @@ def draw() -> None:
 )
 @click.option("--root", type=click.IntRange(min=0), default=0, help="For rooted collectives.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=1, help="For hierarchical ones.")
-def steps(algorithm: str | None, size: int, collective: str | None, root: int, ranks_per_node: int) -> None:
-    """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all."""
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A picture of what each rank holds after each step (.png, .svg, .pdf), or an animation (.gif).",
+)
+def steps(
+    algorithm: str | None,
+    size: int,
+    collective: str | None,
+    root: int,
+    ranks_per_node: int,
+    output: Path | None,
+) -> None:
+    """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all.
+
+    ALGORITHM may be a collective, too (allreduce, broadcast, ...): then its first algorithm is drawn. Below
+    stands the time: α is the latency of a message, S the size of the vector, β the time to send a byte and γ
+    the time to add one.
+    """
     if algorithm is None:
         click.echo(listing(collective))
         return
+    if collective is None and algorithm in registry.ALGORITHMS:
+        collective, algorithm = algorithm, next(iter(registry.ALGORITHMS[algorithm]))
     try:
         if not root < size:
             raise OperationError(f"root {root} of {size} ranks does not exist: 0 to {size - 1} do")
-        name = collective_with(algorithm) if collective is None else collective
+        found = registry.find(collective or collective_with(algorithm), algorithm)
         nodes = tuple(rank // ranks_per_node for rank in range(size))
-        click.echo(drawing.draw(registry.find(name, algorithm), size, root=root, nodes=nodes))
+        drawn = drawing.draw(found, size, root=root, nodes=nodes)
+        others = ", ".join(name for name in registry.ALGORITHMS[found.collective] if name != found.name)
+        click.echo(f"{drawn}\n{drawing.legend(drawn)}\n")
+        click.echo(f"time: {drawing.time_text(found, size)}, each rank on a node of its own")
+        click.echo(f"other algorithms of {found.collective}: {others}" if others else "")
+        if output is not None:
+            from hpcpar.cli import collective_picture
+
+            collective_picture.draw(found, size, output, root=root, nodes=nodes)
+            click.echo(f"written: {output}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
+    except (OSError, ValueError) as error:  # no such directory; no such format
+        raise click.ClickException(f"--output {output}: {error}") from error
 
 
 def collective_with(algorithm: str) -> str:

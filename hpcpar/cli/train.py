@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from hpcpar.launch.signals import SIGNALS, EarlySignals
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
     from hpcpar.comm.preemption import Preemption
+    from hpcpar.training import Outcome, Run
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
@@ -73,7 +75,7 @@ def _train(
     stack: ExitStack,
 ) -> int:
     from hpcpar.cli.console import own_console
-    from hpcpar.training import Preempted, Run, parse
+    from hpcpar.training import parse_stages, runs
     from hpcpar.training.config import read_text
 
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
@@ -85,9 +87,29 @@ def _train(
         with world.together(f"reading {config}"):
             if world.rank == 0:
                 text = read_text(config)
-        told = parse(world.broadcast_object(text), source=str(config), overrides=overrides)
-        preemption = _preemption(told.train.preemptible, world, early, stack)
-        run = Run(told, world, resume=resume or restarts > 0, console=own_console(), preemption=preemption)
+        configs = parse_stages(world.broadcast_object(text), source=str(config), overrides=overrides)
+        preemption = _preemption(configs[0].train.preemptible, world, early, stack)
+    except ASKED_WRONGLY as error:
+        _say_once(error, world)
+        return CANNOT_WORK
+    stages = runs(configs, world, resume=resume or restarts > 0, console=own_console(), preemption=preemption)
+    steps_done = 0
+    while (result := _train_next(stages, world, preemption)) is not None:
+        if isinstance(result, int):
+            return result
+        steps_done = result.steps
+    is_left = steps_done < configs[-1].train.last_step  # also where the next stage is for another job
+    return preemption.exit_status if is_left and preemption.has_agreed else 0
+
+
+def _train_next(stages: Iterator[Run], world: Communicator, preemption: Preemption) -> Outcome | int | None:
+    """Build and train the next stage; return its outcome, or the exit status; None = there is none."""
+    from hpcpar.training import Preempted
+
+    try:
+        run = next(stages, None)
+        if run is None:
+            return None
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK
@@ -102,7 +124,8 @@ def _train(
         return CANNOT_WORK
     try:
         with preemption.interruptible():
-            return preemption.exit_status if isinstance(run.train(), Preempted) else 0
+            outcome = run.train()
+            return preemption.exit_status if isinstance(outcome, Preempted) else outcome
     except (errors.CheckpointError, errors.DivergenceError) as error:
         _say_once(error, world)
         return FAILED

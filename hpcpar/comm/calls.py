@@ -261,7 +261,9 @@ class Calls:
             compiled.is_cached = False
             return
         self.cache[key] = compiled
-        if len(self.cache) > CACHED or sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES:
+        # Messages keep no memory, so that they need no sum.
+        is_over = compiled.nbytes and sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES
+        if is_over or len(self.cache) > CACHED:
             idle = [
                 (each.number, key)
                 for key, each in self.cache.items()

@@ -72,6 +72,11 @@ class Preemption:
         """Status for a program that stops to end with: 75, "start me again", or 130 after Ctrl-C."""
         return 128 + signal.SIGINT if self._agreed == INTERRUPTED else START_AGAIN
 
+    @property
+    def has_agreed(self) -> bool:
+        """True once all ranks have agreed to stop; asks nothing, and so costs nothing."""
+        return bool(self._agreed)
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Within it Ctrl-C asks for a stop, too, and a second one ends the job at once. Main thread only.

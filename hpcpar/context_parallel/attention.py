@@ -146,7 +146,7 @@ class Attention(Function):
             if owner == call.rank:
                 of_own = of_keys, of_values
             else:
-                travel.send_home(owner, torch.stack((of_keys, of_values)))
+                travel.send_home(owner, (of_keys, of_values))
         travel.add_at_home(of_own)
         assert of_queries is not None, "this rank's own keys always come"
         return of_queries.to(queries.dtype), of_own[0].to(keys.dtype), of_own[1].to(values.dtype), None

@@ -226,7 +226,7 @@ class ContextParallel:
         moves, returns = (
             (ring_moves, ring_returns) if self._travels == "ring" else (exchange_moves, exchange_returns)
         )
-        return partial(MessageTravel, self.outer, plan, moves(plan), returns(plan), dtype)
+        return partial(MessageTravel, self.outer, plan, moves(plan), returns(plan), dtype, keep=self.keep)
 
     def _counts(self, plan: Plan) -> tuple[int, ...]:
         """Return the tokens of each rank that exchanges heads with this one."""

@@ -11,12 +11,14 @@ together, as one tensor [2, B, K, N, D] for each owner; a rank's own stay where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hpcpar.autograd import scratch
 from hpcpar.context_parallel.block import KeysValues
 from hpcpar.context_parallel.mask import Span
 from hpcpar.context_parallel.plan import Move, Plan, Spans
@@ -39,19 +41,13 @@ class Travel(Protocol):
         """Send this rank's keys and values; yield (owner, keys and values), its own first, in fixed order."""
         ...
 
-    def send_home(self, owner: int, gradients: Tensor) -> None:
+    def send_home(self, owner: int, gradients: tuple[Tensor, Tensor]) -> None:
         """Send the gradients of what `keys` yielded for another owner, in the same order."""
         ...
 
     def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         """Wait, and add all other ranks' gradients of this rank's keys and values to its own, in place."""
         ...
-
-
-def packed(keys_values: KeysValues, spans: Spans) -> Tensor:
-    """Return the keys and values of the tokens with these numbers, contiguous: [2, B, K, n, D]."""
-    parts = [torch.stack([each[..., start:stop, :] for each in keys_values]) for start, stop in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def number_in(spans: Spans, tokens: Span) -> Span:
@@ -63,11 +59,51 @@ def number_in(spans: Spans, tokens: Span) -> Span:
     raise AssertionError(f"{tokens} are not all in {spans}")
 
 
+class Rooms:
+    """Memory for messages, on loan until all of it is given back.
+
+    like   keys [B, K, any, D], or gradients of them
+    """
+
+    def __init__(self, comm: Communicator, like: Tensor, dtype: torch.dtype | None = None) -> None:
+        self._comm, self._like = comm, like if dtype is None else like.new_empty(0, dtype=dtype)
+        self._batch, self._heads, _, self._size = like.shape
+        self._lent: list[tuple[tuple[int, int], scratch.ScratchBuffer]] = []
+
+    def take(self, tokens: int, *, keep: bool = False) -> Tensor:
+        """Return memory for the keys and values, or gradients, of so many tokens: [2, B, K, tokens, D].
+
+        keep   not on loan
+        """
+        shape = (2, self._batch, self._heads, tokens, self._size)
+        count = math.prod(shape)
+        edges = (0, 1 << count.bit_length())  # few sizes serve the lengths of all masks
+        buffer = None if keep else scratch.take(self._comm, "keys", edges, self._like)
+        if buffer is None:
+            return self._like.new_empty(shape)
+        self._lent.append((edges, buffer))
+        return buffer.whole[:count].view(shape)
+
+    def packed(self, keys_values: KeysValues, spans: Spans) -> Tensor:
+        """Return the keys and values of the tokens with these numbers, one after the other, on loan."""
+        room = self.take(sum(span.length for span in spans))
+        for first, (start, stop) in zip(offsets([span.length for span in spans]), spans, strict=False):
+            for into, each in zip(room, keys_values, strict=True):
+                into[..., first : first + stop - start, :] = each[..., start:stop, :]
+        return room
+
+    def give_back(self) -> None:
+        for edges, buffer in self._lent:
+            scratch.give(self._comm, "keys", edges, buffer)
+        self._lent.clear()
+
+
 class MessageTravel:
     """Travel by the messages of a plan: ring, or exchange of what is needed.
 
     moves, returns   of all ranks, of keys and of gradients
     dtype            in which gradients travel
+    keep             the keys that come are kept for backward
     """
 
     def __init__(
@@ -77,15 +113,17 @@ class MessageTravel:
         moves: Sequence[Move],
         returns: Sequence[Move],
         dtype: torch.dtype,
+        *,
+        keep: bool,
     ) -> None:
-        self._comm, self._dtype = comm, dtype
+        self._comm, self._dtype, self._keep = comm, dtype, keep
         self._own = (Span(0, plan.counts[comm.rank]),)
         rank = comm.rank
         self._incoming = [move for move in moves if move.receiver == rank]
         self._outgoing = [move for move in moves if move.sender == rank]
         self._onward = {move.owner: move for move in returns if move.sender == rank}
         self._back = [move for move in returns if move.receiver == rank]
-        self._leaving: list[Any] = []
+        self._leaving: list[tuple[Any, Rooms]] = []
 
     def tokens(self, owner: int) -> Spans:
         if owner == self._comm.rank:
@@ -94,68 +132,70 @@ class MessageTravel:
 
     def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
         steps = 1 + max((move.step for move in self._incoming), default=-1)
-        like = own[0]
-        coming = self._post(0, like)
-        leaving = self._pass_on(self._comm.rank, own)
+        rooms = Rooms(self._comm, own[0])
+        coming = self._post(0, rooms)
+        leaving = self._pass_on(self._comm.rank, own, rooms)
         yield self._comm.rank, own
         for step in range(steps):
-            following = self._post(step + 1, like)
+            following = self._post(step + 1, rooms)
             sent, leaving = leaving, []
             for move, handle, tensor in coming:
                 handle.wait()
-                leaving += self._pass_on(move.owner, tensor)
+                leaving += self._pass_on(move.owner, tensor, rooms)
                 yield move.owner, tensor
             for handle in sent:
                 handle.wait()
             coming = following
         for handle in leaving:
             handle.wait()
+        rooms.give_back()
 
-    def send_home(self, owner: int, gradients: Tensor) -> None:
+    def send_home(self, owner: int, gradients: tuple[Tensor, Tensor]) -> None:
         for move in self._back:
             if move.owner == owner:
-                gradients += self._receive(move, gradients[0])
-        leaving = gradients.to(self._dtype)
+                self._receive(move, gradients, (Span(0, move.length),))
+        rooms = Rooms(self._comm, gradients[0], self._dtype)
+        leaving = rooms.packed(gradients, (Span(0, gradients[0].shape[-2]),))
         handle = self._comm.start_send(leaving, self._onward[owner].receiver, GRADIENTS_TAG)
-        self._leaving.append((handle, leaving))
+        self._leaving.append((handle, rooms))
 
     def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         for move in self._back:
-            if move.owner != self._comm.rank:
-                continue
-            first = 0
-            others = self._receive(move, gradients[0])
-            for start, stop in move.tokens:
-                for own, theirs in zip(gradients, others, strict=True):
-                    own[..., start:stop, :] += theirs[..., first : first + stop - start, :]
-                first += stop - start
-        for handle, _ in self._leaving:
+            if move.owner == self._comm.rank:
+                self._receive(move, gradients, move.tokens)
+        for handle, rooms in self._leaving:
             handle.wait()
+            rooms.give_back()
         self._leaving.clear()
 
-    def _post(self, step: int, like: Tensor) -> list[tuple[Move, Any, Tensor]]:
+    def _post(self, step: int, rooms: Rooms) -> list[tuple[Move, Any, Tensor]]:
         posted = []
         for move in self._incoming:
             if move.step == step:
-                tensor = _room(like, move)
+                tensor = rooms.take(move.length, keep=self._keep)
                 posted.append((move, self._comm.start_recv(tensor, move.sender, KEYS_TAG), tensor))
         return posted
 
-    def _pass_on(self, owner: int, held: KeysValues) -> list[Any]:
+    def _pass_on(self, owner: int, held: KeysValues, rooms: Rooms) -> list[Any]:
         """Start to send what this rank holds of an owner to whom it is to have it next."""
         started, cut = [], {}
         for move in self._outgoing:
             if move.owner == owner:
                 if move.tokens not in cut:
                     is_ready = isinstance(held, Tensor) and move.length == held.shape[-2]
-                    cut[move.tokens] = held if is_ready else packed(held, move.tokens)
+                    cut[move.tokens] = held if is_ready else rooms.packed(held, move.tokens)
                 started.append(self._comm.start_send(cut[move.tokens], move.receiver, KEYS_TAG))
         return started
 
-    def _receive(self, move: Move, like: Tensor) -> Tensor:
-        room = _room(like, move, self._dtype)
-        tensor: Tensor = self._comm.recv(room, move.sender, GRADIENTS_TAG)
-        return tensor
+    def _receive(self, move: Move, gradients: tuple[Tensor, Tensor], spans: Spans) -> None:
+        """Receive gradients and add them to those that this rank has of the same tokens, in these spans."""
+        rooms, first = Rooms(self._comm, gradients[0], self._dtype), 0
+        others = self._comm.recv(rooms.take(move.length), move.sender, GRADIENTS_TAG)
+        for start, stop in spans:
+            for own, theirs in zip(gradients, others, strict=True):
+                own[..., start:stop, :] += theirs[..., first : first + stop - start, :]
+            first += stop - start
+        rooms.give_back()
 
 
 class GatherTravel:
@@ -183,13 +223,13 @@ class GatherTravel:
             if owner != self._comm.rank:
                 yield owner, part
 
-    def send_home(self, owner: int, gradients: Tensor) -> None:
-        self._all(gradients[0])[owner].copy_(gradients)
+    def send_home(self, owner: int, gradients: tuple[Tensor, Tensor]) -> None:
+        for part, each in zip(self._all(gradients[0])[owner], gradients, strict=True):
+            part.copy_(each)
 
     def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         mine = self._all(gradients[0])[self._comm.rank]
-        for part, own in zip(mine, gradients, strict=True):
-            part.copy_(own)
+        self.send_home(self._comm.rank, gradients)
         assert self._gradients is not None, "_all has made them"
         summed = self._comm.reduce_scatter(self._gradients, counts=self._sizes(gradients[0]))
         for own, part in zip(gradients, summed.view(mine.shape), strict=True):
@@ -210,8 +250,3 @@ class GatherTravel:
         shapes = [(2, *like.shape[:2], count, like.shape[3]) for count in self._plan.counts]
         parts = torch.split(flat, self._sizes(like))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _room(like: Tensor, move: Move, dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for the keys and values, or gradients of them, that come; `like` is [B, K, any, D]."""
-    return like.new_empty((2, *like.shape[:2], move.length, like.shape[3]), dtype=dtype)

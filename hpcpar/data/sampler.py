@@ -12,6 +12,11 @@ A run resumed with another global batch continues after the windows it has had (
 in the text counts windows, not steps:
 
     from step 1 on with 2:              step 1: 0 5    step 2: 1 8    step 3: 3 6
+
+and with another sequence too, where the order is one of blocks that are multiples of both: a block's windows
+follow each other, so that what was visited is whole blocks and the beginning of one.
+
+    block = 2 windows:   epoch 0   blocks 3 1 4 …  =  windows 6 7  2 3  8 9 …
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ class Sampler:
     sequence       tokens of a window
     global_batch   windows of a step, over all ranks and microbatches
     seed           names the order
+    block          tokens of neighbouring windows that stay together in the order, a multiple of `sequence`;
+                   None = one window
     first_step     first step of this sampler, at window `first_place` of the order of `first_epoch`
     """
 
@@ -44,23 +51,41 @@ class Sampler:
     first_step: int = 0
     first_epoch: int = 0
     first_place: int = 0
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.global_batch < 1:
             raise DataError(
                 f"sequence={self.sequence} and global_batch={self.global_batch} must both be at least 1"
             )
+        if self.block_tokens % self.sequence:
+            below = max(1, self.block_tokens // self.sequence) * self.sequence
+            raise DataError(
+                f"a block of {self.block_tokens} tokens is not cut into sequences of {self.sequence}; "
+                f"make it (data.block) {below} or another multiple of the sequence"
+            )
         if self.windows < self.global_batch:
+            needed = -(-self.global_batch // self.per_block) * self.block_tokens + 1
             raise DataError(
                 f"a global batch of {self.global_batch} windows of {self.sequence} tokens needs "
-                f"{self.global_batch * self.sequence + 1} tokens, but there are {self.tokens}; "
+                f"{needed} tokens, but there are {self.tokens}; "
                 f"give more text, or a smaller batch or sequence"
             )
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.block or self.sequence
+
+    @property
+    def per_block(self) -> int:
+        """Windows of a block."""
+        return self.block_tokens // self.sequence
+
+    @property
     def windows(self) -> int:
         """Number of windows in the split; the last one needs a token after it."""
-        return max(0, (self.tokens - 1) // self.sequence)
+        return max(0, (self.tokens - 1) // self.block_tokens) * self.per_block
 
     @property
     def steps_per_epoch(self) -> int:
@@ -89,8 +114,9 @@ class Sampler:
     def batch(self, step: int) -> npt.NDArray[np.int64]:
         """Return the windows of a step's whole global batch, [global_batch]."""
         epoch, place = self.position(step)
-        places = np.arange(place, place + self.global_batch)
-        return permute(places, self.windows, key=(self.seed << 32) + epoch)
+        blocks, within = np.divmod(np.arange(place, place + self.global_batch), self.per_block)
+        ordered = permute(blocks, self.windows // self.per_block, key=(self.seed << 32) + epoch)
+        return ordered * self.per_block + within
 
     def shard(self, step: int, dp_rank: int, dp_size: int) -> npt.NDArray[np.int64]:
         """Return the windows of one data-parallel rank in a step.

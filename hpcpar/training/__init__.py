@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from hpcpar.training.config import Config, parse, read
 from hpcpar.training.reports import Outcome, Preempted
+from hpcpar.training.staged import parse_stages, runs
 from hpcpar.training.trainer import Run
 from hpcpar.training.training_step import held_out_loss, train_step
 
-__all__ = ["Config", "Outcome", "Preempted", "Run", "held_out_loss", "parse", "read", "train_step"]
+__all__ = [
+    "Config",
+    "Outcome",
+    "Preempted",
+    "Run",
+    "held_out_loss",
+    "parse",
+    "parse_stages",
+    "read",
+    "runs",
+    "train_step",
+]

@@ -39,7 +39,10 @@ class RankBatches:
         self._training = Dataset(data.shards.train, train.sequence)
         self._held_out = Dataset(data.shards.held_out, train.sequence)
         self._require_enough_sequences(len(data.shards.held_out))
-        self.sampler = Sampler(len(data.shards.train), train.sequence, train.global_batch, train.seed)
+        self.sampler = Sampler(
+            *(len(data.shards.train), train.sequence, train.global_batch, train.seed),
+            block=config.data.block,
+        )
 
     def training_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and targets [B, S] of a step."""

@@ -118,6 +118,8 @@ class DataSection(Section):
     pack_documents   no document sees another in attention: packed rows are as if each were read by itself
     held_out    share of the documents that is kept out of training for the held-out loss
     max_mib     limit on the standard library's text; paths are read whole
+    block       tokens of text that stay together in the order of training; None = train.sequence. With a
+                multiple of it a run can go on with longer sequences amid an epoch
     cache       directory for the tokens, built once for the same files and tokenizer
     """
 
@@ -128,6 +130,7 @@ class DataSection(Section):
     pack_documents: bool = False
     held_out: float = Field(default=0.05, gt=0, lt=1)
     max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    block: int | None = Field(default=None, gt=0)
     cache: Named = Path("runs/cache")
 
     @field_validator("paths", mode="before")
@@ -139,6 +142,8 @@ class DataSection(Section):
 class TrainSection(Section):
     """Length of training, and sizes of its batches.
 
+    steps              of the optimizer, which the schedule of the learning rate spans
+    until              steps after which this run ends, to be gone on from by --resume; None = all
     sequence           tokens in a sequence
     global_batch       sequences in an optimizer step, over all ranks
     microbatch         sequences that a rank computes at once; the rest is accumulated
@@ -156,6 +161,7 @@ class TrainSection(Section):
     """
 
     steps: int = Field(default=500, gt=0)
+    until: int | None = Field(default=None, gt=0)
     sequence: int = Field(default=256, gt=0)
     global_batch: int = Field(default=16, gt=0)
     microbatch: int = Field(default=8, gt=0)
@@ -168,6 +174,19 @@ class TrainSection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = Field(default=None, ge=0)
     preemptible: bool = True
+
+    @field_validator("until")
+    @classmethod
+    def _is_within_steps(cls, value: int | None, info: ValidationInfo) -> int | None:
+        steps = info.data.get("steps")
+        if value is not None and steps is not None and value > steps:
+            raise ValueError(f"there are train.steps = {steps}; give at most that")
+        return value
+
+    @property
+    def last_step(self) -> int:
+        """Steps done when this run ends."""
+        return self.until or self.steps
 
 
 class OptimizerSection(Section):
@@ -465,13 +484,24 @@ class Config(Section):
 
 def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a file's text and the overrides; `source` names the file in errors."""
+    return config_of(read_table(text, source), source=source, overrides=overrides)
+
+
+def read_table(text: str, source: str) -> dict[str, Any]:
+    """Return the tables of a file's text."""
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not a TOML file: {error}") from error
+
+
+def config_of(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a file's tables and the overrides, which are written into them."""
+    if "stage" in table:
+        raise ConfigError(f"{source} has stages: give it to `hpcpar train`, or to parse_stages and runs")
     origins: dict[str, str] = {}
     for override in overrides:
-        origins[_override(table, override)] = f"override {override!r}"
+        origins[write_override(table, override)] = f"override {override!r}"
     try:
         return Config.model_validate(table)
     except ValidationError as error:
@@ -514,7 +544,7 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str
     return tuple(keys)
 
 
-def _override(table: dict[str, Any], override: str) -> str:
+def write_override(table: dict[str, Any], override: str) -> str:
     """Write `a.b=value` into the nested table; return the key."""
     key, equals, value = override.partition("=")
     key = key.strip()

@@ -25,8 +25,8 @@ class Milestones:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
-        return self.config.train.steps
+        """Steps done when the run ends."""
+        return self.config.train.last_step
 
     @property
     def steps_left(self) -> int:

@@ -65,7 +65,7 @@ class Preempted:
 def announce(run: Run) -> None:
     """Report ranks, model, text and steps, before the first step. Collective."""
     config, shards = run.config, run.data.shards
-    total = config.train.steps * run.tokens_per_step
+    total = config.train.last_step * run.tokens_per_step
     rank_map = gather_rank_map(run.comm)
     if rank_map is not None:
         run.say("\n".join(rank_map.lines()))
@@ -75,7 +75,7 @@ def announce(run: Run) -> None:
         f"model: {config.model.preset}, {run.model.config.parameters():,} parameters{_tensor_parallel(run)}\n"
         f"text:  {len(shards.train):,} tokens to learn from, {len(shards.held_out):,} held out\n"
         f"{_pipeline(run)}"
-        f"steps: {config.train.steps} of {config.train.global_batch} × {config.train.sequence} tokens, "
+        f"steps: {config.train.last_step} of {config.train.global_batch} × {config.train.sequence} tokens, "
         f"{total:,} in all, {total / len(shards.train):.2f} of the text"
     )
 

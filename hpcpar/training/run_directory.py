@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_KEYS = (
     *("hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
-    *("rope_theta", "norm_epsilon", "tie_embeddings"),
+    *("rope_theta", "norm_epsilon", "tie_embeddings", "qk_norm"),
     *("experts.count", "experts.per_token", "experts.ffn_size", "experts.shared_ffn_size"),
     *("experts.first_dense", "experts.score", "experts.renormalise", "experts.scale"),
     *("experts.groups", "experts.groups_per_token"),
@@ -130,7 +130,12 @@ class RunDirectory:
             "end_of_document": self._data.tokenizer.end_of_document,
             "tokens": point.tokens,
             # Windows of an epoch's order, which the seed names.
-            "data": {"epoch": epoch, "place": place, "seed": point.sampler.seed},
+            "data": {
+                "epoch": epoch,
+                "place": place,
+                "seed": point.sampler.seed,
+                "block": point.sampler.block_tokens,
+            },
             "owes_evaluation": point.owes_evaluation,
         }
         try:
@@ -206,9 +211,9 @@ class RunDirectory:
                 f"{now.experts.count} here; leave out model.experts and presets that "
                 "have them, or start anew without --resume"
             )
-        changed = [key for key in MODEL_KEYS if _value(before, key) != _value(now, key)]
+        changed = [key for key in MODEL_KEYS if model_value(before, key) != model_value(now, key)]
         if changed:
-            there, here = ({key: json.dumps(_value(of, key)) for key in changed} for of in (before, now))
+            there, here = ({key: json.dumps(model_value(of, key)) for key in changed} for of in (before, now))
             differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]
             advice = " ".join(f"model.{key}={value}" for key, value in there.items())
             raise CheckpointError(
@@ -230,24 +235,33 @@ class RunDirectory:
             if model.experts is not None:
                 keys += [f"experts.{field.name}" for field in fields(model.experts)]
             # Those of MODEL_KEYS are equal by now.
-            changes += [(f"model.{key}", _value(self._model_config, key), _value(model, key)) for key in keys]
+            changes += [
+                (f"model.{key}", model_value(self._model_config, key), model_value(model, key))
+                for key in keys
+            ]
         for key, value, before in changes:
-            if before != value and self._comm.rank == 0:
+            if key != "train.until" and before != value and self._comm.rank == 0:
                 logger.warning("resuming with %s = %r, which was %r before", key, value, before)
 
     def _is_same_text(self, extra: Mapping[str, Any]) -> bool:
         return extra.get("text") in (None, self._data.shards.digest)
 
     def _require_same_windows(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where other windows would mix text learnt from with text that was not."""
-        now = self._config.train.sequence
-        before = extra.get("config", {}).get("train", {}).get("sequence", now)
-        if before == now or not self._is_same_text(extra) or not extra.get("data", {"place": 1})["place"]:
+        """Raise CheckpointError where another order would mix text learnt from with text that was not."""
+        position = extra.get("data", {"place": 1})
+        now = self._config.data.block or self._config.train.sequence
+        sequence = _saved_sequence(extra, self._config.train.sequence)
+        before = position.get("block", sequence)
+        if before == now or not self._is_same_text(extra) or not position["place"]:
             return
+        what = f"sequences of {before} tokens" if before == sequence else f"blocks of {before} tokens"
+        key = "train.sequence" if before == sequence else "data.block"
         raise CheckpointError(
-            f"{checkpoint} was saved amid an epoch of sequences of {before} tokens, and train.sequence = "
-            f"{now} here: cut into others, text would be learnt from twice in it and other text never; set "
-            f"train.sequence={before}, give other text, or start anew without --resume"
+            f"{checkpoint} was saved amid an epoch of {what}, and "
+            f"{'data.block' if self._config.data.block else 'train.sequence'} = {now} here: cut into others, "
+            "text would be learnt from twice in it and other text never; set "
+            f"{key}={before}, give other text, or start anew without --resume. A run whose sequences become "
+            "longer has data.block, of the longest ones, from its start on; [[stage]] tables set it"
         )
 
     def _resumed_sampler(self, restored: Loaded, sampler: Sampler) -> Sampler:
@@ -263,10 +277,14 @@ class RunDirectory:
             epoch, steps = divmod(restored.step, max(1, sampler.windows // batch))
             position = {"epoch": epoch, "place": steps * batch, "seed": saved.get("seed", train.seed)}
         if self._is_same_text(extra):
+            before = _saved_sequence(extra, train.sequence)
+            place, skipped = place_with(train.sequence, position["place"], before)
+            if skipped:
+                self._say(f"going on {skipped} tokens later, where a sequence of {train.sequence} begins")
             if position["seed"] != train.seed and self._comm.rank == 0:
                 logger.warning("the text's order stays that of train.seed = %r", position["seed"])
             return replace(sampler, seed=position["seed"]).going_on_from(
-                restored.step, position["epoch"], position["place"]
+                restored.step, position["epoch"], place
             )
         if self._comm.rank == 0:
             logger.warning(
@@ -275,6 +293,22 @@ class RunDirectory:
                 "gone through from the beginning of an order of its own"
             )
         return sampler.going_on_from(restored.step, position["epoch"] + 1, 0)
+
+
+def place_with(sequence: int, place: int, before: int) -> tuple[int, int]:
+    """Return the first window of `sequence` tokens behind `place` windows of `before`, and tokens skipped.
+
+    place_with(64, 3, 16) == (1, 16)
+    """
+    tokens = place * before
+    found = -(-tokens // sequence)
+    return found, found * sequence - tokens
+
+
+def _saved_sequence(extra: Mapping[str, Any], otherwise: int) -> int:
+    """Return the tokens of a sequence when the checkpoint was saved."""
+    found: int = extra.get("config", {}).get("train", {}).get("sequence", otherwise)
+    return found
 
 
 def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
@@ -301,7 +335,7 @@ def move_aside(directory: Path, *, offload: str | None = None) -> Path | None:
     return directory.rename(target)
 
 
-def _value(config: LlamaConfig, key: str) -> Any:
+def model_value(config: LlamaConfig, key: str) -> Any:
     """Return the model's value of a key such as "experts.count"; None where it has no experts."""
     value: Any = config
     for name in key.split("."):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -62,7 +62,18 @@ def gather_traffic(comm: Communicator, theory: ExpectedTraffic) -> list[TrafficL
     total: Counter[tuple[str, str]] = Counter()
     for _, told in of_ranks:
         total.update(told)
-    return merge([rows for rows, _ in of_ranks], total)
+    return _plainly_named(merge([rows for rows, _ in of_ranks], total))
+
+
+def _plainly_named(lines: list[TrafficLine]) -> list[TrafficLine]:
+    """Leave out the numbers of names that only communicators of earlier runs shared: dp#2 becomes dp."""
+    names = {line.communicator for line in lines}
+    plain = {name: name.partition("#")[0] for name in names}
+    shared = {name for name, times in Counter(plain.values()).items() if times > 1}
+    return [
+        line if plain[line.communicator] in shared else replace(line, communicator=plain[line.communicator])
+        for line in lines
+    ]
 
 
 def merge(

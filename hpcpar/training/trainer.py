@@ -319,7 +319,7 @@ class Run:
 
     def _ask_whether_to_stop(self, steps_done: int) -> None:
         """Agree on whether to stop here; after the last step it makes no difference."""
-        if self._preemption is not None and steps_done < self.config.train.steps:
+        if self._preemption is not None and steps_done < self.milestones.steps:
             self._is_to_stop = self._preemption.is_agreed()
 
     def _stop_early(self, steps_done: int) -> Preempted:
