@@ -87,7 +87,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
-    package_data={"hpcpar": ["py.typed", "transport/gpu/*.cu", "planner/machines/*.toml"]},
+    package_data={
+        "hpcpar": ["py.typed", "transport/gpu/*.cu", "planner/machines/*.toml", "planner/fitted/*.json"]
+    },
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={

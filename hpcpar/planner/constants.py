@@ -22,7 +22,7 @@ from hpcpar.errors import ConfigError
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.software import Software
 
-SETS = Path(__file__).with_name("constants")
+SETS = Path(__file__).with_name("fitted")
 """Directory of the fitted sets that come with hpcpar."""
 
 WIDTHS: dict[str, float] = {
