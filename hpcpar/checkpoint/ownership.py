@@ -268,7 +268,7 @@ class WritePlan:
             return False
         replicas, own = info_of(tensor).replicas, self._own
         if replicas is not None:
-            return sharded or replicas.rank == 0
+            return self._is_first if sharded else replicas.rank == 0
         split = split_of(tensor)
         # Of several ranks with the same section (shared key heads), the first counts as replica 0.
         replica = own.tp_rank if split is None or split.size != own.tp_size else split.replicas[own.tp_rank]
@@ -305,9 +305,9 @@ def _split_over(model: nn.Module) -> Communicator | None:
 def _sharded_over(model: nn.Module, optimizer: Optimizer | None) -> Communicator | None:
     sharding = sharding_of(list(model.parameters()))
     if sharding is not None:
-        return sharding.dp_comm
+        return sharding.comms.shard_comm(None)
     if isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage:
-        return optimizer.dp_comm
+        return optimizer.replica_comms.shard_comm(None)
     return None
 
 
@@ -315,8 +315,8 @@ def _require_all(coordinates: Sequence[RankCoordinates], comm: Communicator) -> 
     own = coordinates[comm.rank]
     wanted = [(tp, dp) for tp in range(own.tp_size) for dp in range(own.dp_size)]
     found = sorted((each.tp_rank, each.dp_rank) for each in coordinates if each.position == own.position)
-    # Replicas may be any number; but each piece of a sharded tensor must be there exactly once.
-    if found == wanted or (not own.dp and sorted(set(found)) == wanted):
+    # Replicas, also of shards, may be any number, as long as there are as many of each.
+    if sorted(set(found)) == wanted and (not own.dp or len({found.count(each) for each in wanted}) == 1):
         return
     over = [f"sharded over the {own.dp_size} ranks of {own.dp!r}"] if own.dp else []
     over += [f"split over the {own.tp_size} ranks of {own.tp!r}"] if own.tp else []
