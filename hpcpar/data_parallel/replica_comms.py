@@ -64,7 +64,7 @@ class ReplicaComms:
         if shard_ranks < dp_comm.size:
             group = dp_comm.rank // shard_ranks
             for replicas, comm in self._comm_of.items():
-                within = comm.split(group, comm.rank, f"{comm.name} shards")
+                within = comm.split(group, comm.rank, f"{comm.name}-shards")
                 assert within is not None, "every rank gives a number"
                 sizes = comm.allgather_object(within.size)
                 if len(set(sizes)) > 1:
@@ -73,7 +73,7 @@ class ReplicaComms:
                         "same experts; take a number that ep divides, or leave it out for all ranks"
                     )
                 self._shard_comm_of[replicas] = within
-                across = comm.split(within.rank, comm.rank, f"{comm.name} replicas")
+                across = comm.split(within.rank, comm.rank, f"{comm.name}-replicas")
                 assert across is not None, "every rank gives a number"
                 self._across_of[replicas] = across
 
