@@ -1,5 +1,5 @@
 # make train    train a small language model on real text, on two MPI ranks
-# make recipes  train the scaled form of every recipe on 8 ranks, one after another: six minutes on two cores
+# make recipes  train the scaled form of every recipe on 8 ranks, one after another: seven minutes on two cores
 # make serve    have the last trained model answer on http://127.0.0.1:8000: vLLM for CPUs, in .venv-serve
 # make install-serve    .venv-serve alone, for jobscripts/serve-vllm.sh
 # make test-fast    two minutes: the pure packages, and a test or two of each feature (marked `smoke`)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpcpar.comm.preemption import Preemption
     from hpcpar.comm.world import init
     from hpcpar.data_parallel import (
+        CombinedOptimizer,
         DistributedOptimizer,
         Precision,
         SyncBatchNorm,
@@ -39,6 +40,7 @@ _HOME = {
     "Communicator": "hpcpar.comm",
     "run_loopback": "hpcpar.comm",
     "Preemption": "hpcpar.comm.preemption",
+    "CombinedOptimizer": "hpcpar.data_parallel",
     "DistributedOptimizer": "hpcpar.data_parallel",
     "Precision": "hpcpar.data_parallel",
     "SyncBatchNorm": "hpcpar.data_parallel",
@@ -55,6 +57,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CombinedOptimizer",
     "Communicator",
     "DistributedOptimizer",
     "Layout",

@@ -9,8 +9,9 @@
 #   hpcpar train --recipe llama3-405b --full --dry-run                  # memory and bytes, on a login node
 #   hpcpar run -n 8 -- -m hpcpar train --recipe llama3-405b             # scaled to 8 ranks on two cores
 #
-# All words override keys of the recipe. A job goes on from the last one's checkpoint in the same directory. Submit
-# from the directory that has .venv; nodes, tasks, cores and time are options of sbatch, too.
+# All words override keys of the recipe. Submitted again a job goes on from the last one's checkpoint; one that its time
+# limit stops ends with status 75. Submit from the directory that has .venv; nodes, tasks, cores and time are options of
+# sbatch, too.
 #SBATCH --job-name=hpcpar-llama3-405b
 #SBATCH --nodes=1024
 #SBATCH --ntasks-per-node=8
@@ -18,6 +19,8 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.out
+# Five minutes before the time limit each rank is told, and a checkpoint is saved.
+#SBATCH --signal=USR1@300
 
 # --- site: the same in every script (README.md) -------------------------------------------------------
 ##SBATCH --account=project

@@ -25,6 +25,7 @@ from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.sweep import CHOSEN, read_json
 from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
+from hpcpar.launch.binding import affinity, thread_count
 from hpcpar.units import GB, GiB, format_duration, format_nbytes
 
 NAMES = ("alpha_intra", "beta_intra", "alpha_inter", "beta_inter", "gamma")
@@ -162,14 +163,44 @@ def report(files: Sequence[Path], *, min_nbytes: int = 0, max_nbytes: int = GiB)
 
     errors   OperationError for a file that `bench collectives --json` did not write
     """
-    found: list[Equation] = []
-    said = []
+    said, found = _read_all(files, min_nbytes, max_nbytes)
+    fit = solve(found)
+    return [*said, *_parameter_lines(fit), *_error_lines(found, fit), "", _simulate_line(fit)]
+
+
+def describe_machine(
+    files: Sequence[Path], *, name: str, min_nbytes: int = 0, max_nbytes: int = GiB, device: str = "cpu"
+) -> str:
+    """Return a machine's file: links by the measured lines, and this node's speed, measured now.
+
+    files    the first one's header says how many ranks share a node
+    errors   OperationError as of `report`, and where the lines tell no bandwidth
+    """
+    from hpcpar.bench import device_speed
+
+    header, _ = read_json(files[0])
+    fit = solve(_read_all(files, min_nbytes, max_nbytes)[1])
+    ranks = max(1, header["ranks_per_node"])
+    threads = thread_count(ranks, [affinity()] * ranks)
+    speed = (
+        device_speed.measure_together(ranks, threads)
+        if device == "cpu"
+        else device_speed.measure(threads, device)
+    )
+    known = {key: value for key, value in fit.parameters.items() if key not in fit.unknown}
+    return device_speed.machine_toml(
+        name, speed, known, nodes=header["nodes"], ranks_per_node=header["ranks_per_node"]
+    )
+
+
+def _read_all(files: Sequence[Path], min_nbytes: int, max_nbytes: int) -> tuple[list[str], list[Equation]]:
+    """Return what is said of each file, and the equations of all."""
+    said, found = [], []
     for file in files:
         told, mine = _read(file, min_nbytes=min_nbytes, max_nbytes=max_nbytes)
         said.append(told)
         found += mine
-    fit = solve(found)
-    return [*said, *_parameter_lines(fit), *_error_lines(found, fit), "", _simulate_line(fit)]
+    return said, found
 
 
 def _read(file: Path, *, min_nbytes: int, max_nbytes: int) -> tuple[str, list[Equation]]:

@@ -191,13 +191,29 @@ def tune(dtypes: tuple[str, ...], device: str, file: Path | None, **measuring: A
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--min-bytes", callback=to_nbytes, default="0", help="Lines from here on.")
 @click.option("--max-bytes", callback=to_nbytes, default="1G", help="Lines up to this size.")
-def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int) -> None:
+@click.option(
+    "--machine",
+    help="Measure this node's speed, too, and describe the machine in a .toml file for hpcpar plan; "
+    "'own': in ~/.config/hpcpar/machine.toml, by which hpcpar train predicts.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="With --machine.")
+def fit(files: tuple[Path, ...], min_bytes: int, max_bytes: int, machine: str | None, device: str) -> None:
     """Fit α, β and γ to the lines that `bench collectives --json` wrote, and show the model's error."""
+    from hpcpar.bench import device_speed
     from hpcpar.bench import fit as fitting
+    from hpcpar.launch.settings import machine_file
 
+    sizes = {"min_nbytes": min_bytes, "max_nbytes": max_bytes}
     try:
-        for line in fitting.report(files, min_nbytes=min_bytes, max_nbytes=max_bytes):
+        path = None if machine is None else machine_file() if machine == "own" else Path(machine)
+        if path is not None and path.suffix != ".toml":
+            raise ConfigError(f"--machine {machine}: name a .toml file, or 'own'")
+        for line in fitting.report(files, **sizes):
             click.echo(line)
+        if path is not None:
+            text = fitting.describe_machine(files, name=path.stem, device=device, **sizes)
+            device_speed.write_machine(path, text)
+            click.echo(f"written: {path}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 

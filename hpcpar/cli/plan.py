@@ -9,13 +9,19 @@ from typing import Any
 
 import click
 
+import hpcpar
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.planner.cluster import Cluster, machine_names
+from hpcpar.planner.constants import read_constants, with_constants, write_constants
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.explain import records, walk
 from hpcpar.planner.remedies import fewest_nodes, remedies
 from hpcpar.planner.run_file import PlannedRun, read_run
 from hpcpar.planner.search import FIXABLE, Plan, PlanRequest, search
+from hpcpar.planner.software import HPCPAR
+
+RECIPES = Path(hpcpar.__file__).parent / "training" / "recipes"
+"""The files of `hpcpar.training.recipes`, which itself needs torch."""
 
 TOKENS_PER_STEP = 4 * 2**20
 """Tokens of a step where neither the command line nor a file says."""
@@ -57,10 +63,14 @@ class PlanOptions:
     validate: Path | None
     share: float
     software: str | None
+    recipe: str | None
+    constants: str | None
+    save_constants: Path | None
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("model", required=False)
+@click.option("--recipe", help="One of `hpcpar train --recipe`, in the place of MODEL.")
 @click.option("--machine", help=f"{', '.join(machine_names())}, or a .toml file.")
 @click.option("--nodes", type=NUMBER, help="Nodes to use [default: all of the machine].")
 @click.option("--fewest-nodes", "fewest", is_flag=True, help="Find the fewest nodes on which a layout fits.")
@@ -79,8 +89,10 @@ class PlanOptions:
 @click.option("--write", "directory", type=click.Path(path_type=Path), help="Write train.toml, job.sh there.")
 @click.option("--output", type=FILE, help="Draw the table, or the scaling, as .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--constants", help="Fitted constants: a set that comes with hpcpar, or a .json file.")
 @click.option("--validate", type=FILE, help="Compare with measured rows (CSV) instead: error and regret.")
 @click.option("--share", type=float, default=0.2, help="With --validate: rows to fit constants on.")
+@click.option("--save-constants", type=FILE, help="With --validate: write those fitted, for --constants.")
 @click.option("--software", help="With --validate: the program that was measured.")
 def plan(model: str | None, **given: Any) -> int:
     """Rank the layouts of MODEL on a machine: memory, time of a step by part, tokens/s, MFU.
@@ -96,6 +108,10 @@ def plan(model: str | None, **given: Any) -> int:
             require_writable(picture=options.output)
         if options.validate is not None:
             return _validate(options)
+        if options.recipe is not None:
+            if model is not None:
+                raise click.UsageError("MODEL and --recipe exclude each other; leave one out")
+            model = str(recipe_file(options.recipe))
         if model is None:
             raise click.UsageError(
                 "name a MODEL, as in: hpcpar plan llama3-70b --machine h100-dgx --nodes 32"
@@ -142,21 +158,33 @@ def _plan(run: PlannedRun, options: PlanOptions) -> int:
 
 def request_of(run: PlannedRun, options: PlanOptions) -> PlanRequest:
     """Return what the command line asks for, filled up from the file and by defaults."""
-    if options.machine is None:
+    machine = options.machine or run.machine
+    if machine is None:
         raise click.UsageError(f"name a --machine: {', '.join(machine_names())}, or a .toml file of your own")
     if options.fewest and options.nodes is not None:
         raise click.UsageError("--nodes and --fewest-nodes exclude each other; leave one out")
-    cluster = Cluster.named(options.machine)
+    cluster, software = Cluster.named(machine), HPCPAR
+    if options.constants is not None:
+        cluster, software = with_constants(cluster, software, read_constants(options.constants))
     if options.nodes is not None:
         cluster = cluster.with_nodes(options.nodes)
+    elif run.devices is not None:
+        cluster = cluster.with_devices(run.devices)
     sequence = options.sequence or run.sequence or min(run.model.max_sequence, LONGEST_SEQUENCE)
     batch = options.batch or run.global_batch or max(1, TOKENS_PER_STEP // sequence)
     peaks = list(cluster.device.peak_flops)
     usual = "bfloat16" if "bfloat16" in peaks and cluster.device.units > 1 else peaks[0]
     fixed = {**(run.fixed if options.as_written else {}), **fixed_by(options.fix)}
-    return PlanRequest(
-        run.model, cluster, batch, sequence, options.precision or run.precision or usual, fixed=fixed
-    )
+    precision = options.precision or run.precision or usual
+    return PlanRequest(run.model, cluster, batch, sequence, precision, fixed, software)
+
+
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe; ConfigError with the list of them."""
+    known = {path.stem: path for path in RECIPES.glob("*.toml")}
+    if name not in known:
+        raise ConfigError(f"no recipe is called {name!r}; there are {', '.join(sorted(known))}")
+    return known[name]
 
 
 def fixed_by(words: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
@@ -272,5 +300,10 @@ def _validate(options: PlanOptions) -> int:
 
     assert options.validate is not None
     rows = read_rows(options.validate, machine=options.machine, software=options.software)
-    tables.show_validation(validate(rows, share=options.share), as_json=options.as_json)
+    constants = None if options.constants is None else read_constants(options.constants)
+    found = validate(rows, share=options.share, constants=constants)
+    tables.show_validation(found, as_json=options.as_json)
+    if options.save_constants is not None:
+        write_constants(options.save_constants, found.constants)
+        click.echo(f"written: {options.save_constants}", err=options.as_json)
     return 0

@@ -52,7 +52,8 @@ ASKED_WRONGLY = (
     is_flag=False,
     flag_value=LIST,
     metavar="[NAME]",
-    help="In place of CONFIG: how a known model was trained, scaled to 8 ranks. Without NAME: list them.",
+    help="In place of CONFIG: how a known model was trained, scaled to 8 ranks; or a recipe's file. Without "
+    "NAME: list them.",
 )
 @click.option("--full", is_flag=True, help="With --recipe: the run at its published size.")
 @click.option("--dry-run", is_flag=True, help="Print memory by purpose and bytes by axis; start nothing.")

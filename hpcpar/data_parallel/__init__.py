@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcpar.data_parallel.batch_norm import SyncBatchNorm
 from hpcpar.data_parallel.broadcast import broadcast_parameters, expected_broadcast_nbytes
+from hpcpar.data_parallel.combined_optimizer import CombinedOptimizer
 from hpcpar.data_parallel.distributed_optimizer import DistributedOptimizer
 from hpcpar.data_parallel.memory_measurement import memory_report
 from hpcpar.data_parallel.precision import Precision
@@ -15,6 +16,7 @@ from hpcpar.data_parallel.zero3 import fully_shard, summon_full_parameters
 from hpcpar.planner.traffic import allreduce_nbytes, expected_nbytes
 
 __all__ = [
+    "CombinedOptimizer",
     "DistributedOptimizer",
     "MemoryReport",
     "Precision",

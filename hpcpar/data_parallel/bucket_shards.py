@@ -4,6 +4,10 @@
     rank 0      | w 0 … 5   b 0, 1 |
     rank 1                        | b 2   v 0 … 5  .  |
 
+    bucket      | w 0 … 5 | v 0 … 3 | u 0 … 7 |            matrices that are owned whole: cut between them
+    rank 0      | w 0 … 5   v 0 … 3 |
+    rank 1                          | u 0 … 7 |
+
 A rank's part of one parameter is a *piece*; a parameter is in as many pieces as there are ranks whose shards
 it touches.
 """
@@ -56,9 +60,8 @@ class Shard:
 
 
 def shard_of(bucket: Bucket, rank: int, size: int) -> Shard:
-    """The rank's of `size` equal shards of a bucket, whose length is a multiple of that."""
-    length = bucket.numel // size
-    start, stop = rank * length, (rank + 1) * length
+    """The rank's of `size` shards of a bucket: equal ones, or those of its counts."""
+    start, stop = bucket.shard_range(rank, size)
     return Shard(start, stop, tuple(pieces_between(bucket.members, bucket.edges, start, stop)))
 
 

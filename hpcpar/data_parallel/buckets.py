@@ -11,10 +11,11 @@ Pure integers; `kind` is whatever must be the same within one flat buffer (eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hpcpar.data_parallel.matrix_owners import balanced_owners
 from hpcpar.errors import OperationError
 from hpcpar.partition import offsets
 from hpcpar.units import MiB
@@ -31,12 +32,14 @@ class Extent:
     """Size of one parameter: `numel` elements of `itemsize` bytes, of one kind.
 
     replicas   ranks that have a copy, as the parameter notes them; None: all
+    cost       of the step on a matrix that one rank is to own whole; 0: it may be cut anywhere
     """
 
     numel: int
     itemsize: int
     kind: Hashable
     replicas: Hashable = None
+    cost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Bucket:
     edges     where each starts, in elements, and at last where the last one ends
     padding   elements after it, so that the buffer can be cut into equal shards
     replicas  ranks that have a copy of all of it, as `Extent`
+    counts    elements of each rank's shard, in which its matrices are whole; None: equal shards
     """
 
     members: tuple[int, ...]
@@ -55,6 +59,7 @@ class Bucket:
     kind: Hashable
     padding: int = 0
     replicas: Hashable = None
+    counts: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -68,6 +73,13 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    def shard_range(self, rank: int, size: int) -> tuple[int, int]:
+        """First element of a rank's shard of `size`, and the one after its last."""
+        if self.counts is not None and size > 1:
+            return sum(self.counts[:rank]), sum(self.counts[: rank + 1])
+        length = self.numel // size
+        return rank * length, (rank + 1) * length
 
 
 def assign(
@@ -84,6 +96,9 @@ def assign(
     shards   (replicas) -> into how many equal ones a bucket is to be cut: it is padded to a multiple of that;
              None: 1
 
+    Matrices that one rank is to own whole (`Extent.cost`) have buckets of their own where there are shards,
+    and lie there by their owners, which `balanced_owners` gives for all matrices of the same replicas.
+
     A bucket holds one kind of the same replicas, and at most `bucket_bytes` (the first of each kind
     `first_bucket_bytes`), except that a parameter larger than that has a bucket of its own. Buckets are
     numbered in the order in which backward completes them: by their member that was registered first.
@@ -96,12 +111,14 @@ def assign(
     full: list[list[int]] = []
     grouped = {index: number for number, group in enumerate(groups) for index in group}
     together: dict[Hashable, list[int]] = {}
+    owners = {} if shards is None else _owners(extents, shards)
     for index in reversed(range(len(extents))):
         extent = extents[index]
         if index in grouped:
-            together.setdefault((grouped[index], extent.kind, extent.replicas), []).append(index)
+            key = grouped[index], extent.kind, extent.replicas, index in owners
+            together.setdefault(key, []).append(index)
             continue
-        kind = extent.kind, extent.replicas
+        kind = extent.kind, extent.replicas, index in owners
         members = filling.setdefault(kind, [])
         limit = bucket_bytes if kind in opened else first_bucket_bytes
         held = sum(extents[member].numel * extent.itemsize for member in members)
@@ -111,13 +128,41 @@ def assign(
             members = filling[kind] = []
         members.append(index)
     full += [*filling.values(), *together.values()]
-    return tuple(bucket_of(members, extents, shards) for members in sorted(full, key=min, reverse=True))
+    return tuple(
+        bucket_of(members, extents, shards, owners) for members in sorted(full, key=min, reverse=True)
+    )
+
+
+def _owners(extents: Sequence[Extent], shards: Callable[[Hashable], int]) -> dict[int, int]:
+    """Return the owners of the matrices among the parameters, balanced over the ranks with copies."""
+    found: dict[int, int] = {}
+    for replicas in dict.fromkeys(extent.replicas for extent in extents):
+        members = [n for n, extent in enumerate(extents) if extent.cost and extent.replicas is replicas]
+        costs = [extents[member].cost for member in members]
+        found |= zip(members, balanced_owners(costs, shards(replicas)), strict=True)
+    return found
 
 
 def bucket_of(
-    members: Sequence[int], extents: Sequence[Extent], shards: Callable[[Hashable], int] | None = None
+    members: Sequence[int],
+    extents: Sequence[Extent],
+    shards: Callable[[Hashable], int] | None = None,
+    owners: Mapping[int, int] | None = None,
 ) -> Bucket:
+    """Return the bucket of these members.
+
+    owners   ranks that own matrices whole, by member: of all members or of none
+    """
     first = extents[members[0]]
+    if shards is not None and owners and members[0] in owners:
+        members = sorted(members, key=lambda member: owners[member])
+        counts = [0] * shards(first.replicas)
+        for member in members:
+            counts[owners[member]] += extents[member].numel
+        edges = offsets([extents[member].numel for member in members])
+        return Bucket(
+            tuple(members), edges, first.itemsize, first.kind, 0, first.replicas, counts=tuple(counts)
+        )
     edges = offsets([extents[member].numel for member in members])
     padding = 0 if shards is None else -edges[-1] % shards(first.replicas)
     return Bucket(tuple(members), edges, first.itemsize, first.kind, padding, first.replicas)

@@ -10,7 +10,7 @@ stage    reducer            blocks (flat parameters)         step               
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +23,16 @@ from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
-from hpcpar.data_parallel.guards import refuse_unshareable, require_castable, require_names
+from hpcpar.data_parallel.guards import (
+    refuse_unshareable,
+    require_castable,
+    require_names,
+)
+from hpcpar.data_parallel.matrix_step import spread_matrices
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.data_parallel.offload import make_offload
 from hpcpar.data_parallel.parameter_allgather import ParameterAllGather
-from hpcpar.data_parallel.parameters import Named
+from hpcpar.data_parallel.parameters import Named, layout_of
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.reducer import Reducer, bucketed
 from hpcpar.data_parallel.reduction import Averaging, Reduction
@@ -43,7 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Options of a DistributedOptimizer, as its constructor documents them."""
+    """Options of a DistributedOptimizer, as its constructor documents them.
+
+    matrices   ids of the parameters that Muon steps on
+    splits_matrices   tensor-parallel ranks have parts of some of these
+    """
 
     zero_stage: int
     precision: Precision | None
@@ -54,15 +63,18 @@ class OptimizerOptions:
     nonfinite: str
     tied: Mapping[str, bool]
     elementwise: bool
+    matrices: Collection[int]
     bucket_bytes: int
     first_bucket_bytes: int
     algorithm: str | None
-    shard_ranks: int | None
+    shard_ranks: int | None = None
+    splits_matrices: bool = False
 
     @property
     def steps_on_shards(self) -> bool:
         """True where the optimizer steps on flat pieces, not on the parameters themselves."""
-        return bool(self.zero_stage) or self.precision is not None or self.offload is not None
+        wanted = self.precision is not None or self.offload is not None or self.splits_matrices
+        return bool(self.zero_stage) or wanted
 
     @property
     def reduction_dtype(self) -> torch.dtype | None:
@@ -196,6 +208,7 @@ class Builder:
             advice=advice,
             late=self.options.tied,
             held=True,
+            matrices=self.options.matrices,
         )
 
     def _sharded_gradients(self, blocks: Sequence[Block], comms: ReplicaComms) -> ShardedGradients:
@@ -254,10 +267,20 @@ class Builder:
             first_bucket_bytes=self.options.first_bucket_bytes,
             shards=self.comms.shards if self.options.zero_stage else None,
             groups=[[number for number, parameter in enumerate(trainable) if id(parameter) in tied]],
+            matrices=self.options.matrices,
         )
 
     def _sharded_step(self, reducer: GradientReducer, blocks: Sequence[Block]) -> ShardedStep:
         device = blocks[0].own.device if blocks else torch.device("cpu")
+        layouts = None if self.sharding is None else self.sharding.layouts
+        spread = spread_matrices(
+            self.options.matrices,
+            reducer.parameters,
+            layouts or [layout_of(parameter) for parameter in reducer.parameters],
+            blocks,
+            self.comms,
+            sharded=self.options.zero_stage > 0,
+        )
         with self.dp_comm.together("making room for the optimizer's state"):
             return ShardedStep(
                 self.inner,
@@ -265,7 +288,9 @@ class Builder:
                 blocks,
                 precision=self.options.precision,
                 offload=make_offload(self.options.offload, device),
-                layouts=None if self.sharding is None else self.sharding.layouts,
+                layouts=layouts,
+                matrices=self.options.matrices,
+                spread=spread,
             )
 
     def _norm(self, reducer: GradientReducer) -> GradientNorm:

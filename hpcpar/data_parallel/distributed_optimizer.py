@@ -28,9 +28,11 @@ from hpcpar.data_parallel import guards
 from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.builder import Builder, OptimizerOptions
+from hpcpar.data_parallel.combined_optimizer import has_muon
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
+from hpcpar.data_parallel.matrix_step import is_divided, matrices_of
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
 from hpcpar.data_parallel.precision import LossScaler, Precision
@@ -75,11 +77,17 @@ class DistributedOptimizer(Optimizer):
 
     The optimizer is held, not copied: its groups are this one's, so learning-rate schedulers see no
     difference. From stage 1 on, and with precision or offload, it steps on flat pieces of parameters, and
-    must treat each element by itself. Only those of `named_parameters` that the optimizer holds are averaged.
+    must treat each element by itself, or be torch's Muon, alone or with others in a `CombinedOptimizer`: see
+    below. Only those of `named_parameters` that the optimizer holds are averaged.
     All ranks must start with the same parameters (`broadcast_parameters`).
 
     An average of means is the mean if every mean is over equally many samples: then divide the loss of each
     of k microbatches by k. Otherwise, as with ignored tokens, take sums, and `loss_factor`.
+
+    Muon orthogonalizes whole matrices. In stages 1 and 2 each has one owner, to which its gradient goes and
+    from which its weight comes, with the same bytes as above; a bucket of fewer matrices than ranks takes as
+    long as one of them on every rank. In stage 3, and where a matrix is split over tensor-parallel ranks, its
+    update (bfloat16) goes to one rank and back, one matrix under way while another is worked on.
 
     zero_stage         0 to 3; None: 3 for a model that is fully sharded, else 0
     precision          "bfloat16", "float16" or a `Precision`: parameters and gradients of that type, and
@@ -168,6 +176,8 @@ class DistributedOptimizer(Optimizer):
         self.precision = Precision.of(precision) if self._sharding is None else self._sharding.precision
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
+        matrices = matrices_of(optimizer)
+        guards.refuse_unknown_splits(pair for pair in self._named if id(pair[1]) in matrices)
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
@@ -179,6 +189,9 @@ class DistributedOptimizer(Optimizer):
             nonfinite=nonfinite,
             tied=dict(tied or {}),
             elementwise=elementwise,
+            matrices=matrices,
+            # Of every stage of a pipeline alike: one of them may have no matrix.
+            splits_matrices=has_muon(optimizer) and any(is_divided(p) for _, p in self._named),
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
             algorithm=algorithm,
@@ -686,8 +699,13 @@ class DistributedOptimizer(Optimizer):
             total.update({(within, collective): sent for collective, sent in nbytes.items()})
             if across is not None:
                 dtype = self._options.reduction_dtype
-                total[across, "allreduce"] += steps * replicas_nbytes(across, buckets, within.size, dtype)
+                ranges = [bucket.shard_range(within.rank, within.size) for bucket in buckets]
+                lengths = [stop - start for start, stop in ranges]
+                total[across, "allreduce"] += steps * replicas_nbytes(across, buckets, lengths, dtype)
                 total[comm, "allreduce"] += steps * maps_nbytes(comm, buckets)
+        if self.update is not None:
+            for comm, exchanged in self.update.exchange.nbytes_by_comm().items():
+                total[comm, "alltoall"] += steps * exchanged
         if self._sharding is not None:
             total.update(self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards))
         return total

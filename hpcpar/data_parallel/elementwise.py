@@ -63,7 +63,7 @@ def require_elementwise(optimizer: Optimizer, *, said: bool = False) -> None:
         reason = next((why for name, why in WHOLE.items() if re.search(name, kind.__name__)), None)
         if reason is not None:
             raise _refusal(optimizer, reason)
-    if _steps_as_torch_does(optimizer):
+    if steps_as_torch_does(optimizer):
         return
     for group in optimizer.param_groups:
         _try(optimizer, group)
@@ -78,7 +78,7 @@ def require_elementwise(optimizer: Optimizer, *, said: bool = False) -> None:
         )
 
 
-def _steps_as_torch_does(optimizer: Optimizer) -> bool:
+def steps_as_torch_does(optimizer: Optimizer) -> bool:
     """True for an optimizer of torch, and for heirs that change nothing that its step uses."""
     kinds = type(optimizer).__mro__
     place = next((n for n, kind in enumerate(kinds) if kind.__module__.startswith("torch.optim")), None)

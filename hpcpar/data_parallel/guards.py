@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcpar.autograd.held_parameter import own_gradient
+from hpcpar.autograd.split_norms import split_over_of
+from hpcpar.data_parallel.combined_optimizer import is_muon, parts_of
 from hpcpar.data_parallel.elementwise import require_elementwise
 from hpcpar.data_parallel.parameters import Named
 from hpcpar.data_parallel.precision import Precision
@@ -85,7 +87,34 @@ def refuse_contradictions(
             "2 go on under the next forward of model=; give both, or leave it out"
         )
     if options.steps_on_shards:
-        require_elementwise(inner, said=options.elementwise)
+        for each in parts_of(inner):
+            if not is_muon(each):
+                require_elementwise(each, said=options.elementwise)
+    is_spread = bool(options.matrices) and (stage == 3 or options.splits_matrices)
+    if is_spread and options.offload not in (None, "cpu"):
+        raise OperationError(
+            f"offload={str(options.offload)!r} was asked for with Muon on matrices on several ranks, "
+            "as with zero_stage=3 and tensor parallelism, where all would be in memory at once; take "
+            'offload="cpu", or zero_stage 1 or 2 without tensor parallelism'
+        )
+    if options.matrices and options.shared_parameters:
+        raise OperationError(
+            "shared_parameters=True was asked for with Muon, whose ranks own matrices of different sizes; "
+            "leave it out, or take an optimizer that treats every element by itself: AdamW, SGD, …"
+        )
+
+
+def refuse_unknown_splits(matrices: Iterable[Named]) -> None:
+    """OperationError for matrices of Muon that are split over ranks in a way that nobody noted."""
+    for name, parameter in matrices:
+        info = info_of(parameter)
+        # Experts are spread over ep, each whole where it notes no split.
+        if split_over_of(parameter) and info.split is None and info.replicas is None:
+            raise OperationError(
+                f"{name} is split over {split_over_of(parameter)[0].name!r}, and Muon needs to know how, to "
+                "make the whole matrix orthogonal; make the layer by hpcpar.tensor_parallel, note its Split "
+                "by hpcpar.tensor_parallel.split.place, or give the parameter to AdamW"
+            )
 
 
 def require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> None:

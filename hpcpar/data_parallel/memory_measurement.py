@@ -166,7 +166,11 @@ def _add_gradients(line: StateLine, optimizer: DistributedOptimizer, ledger: _Le
     line.hold(*ledger.places(reducer.flats))
     for bucket, flat in zip(reducer.buckets, reducer.flats, strict=True):
         ranks = optimizer.replica_comms.shards(bucket.replicas)
-        _add_bucket(line, bucket, flat.element_size(), shards(GRADIENTS, optimizer.zero_stage, ranks))
+        parts = shards(GRADIENTS, optimizer.zero_stage, ranks)
+        of_formula = Fraction(bucket.edges[-1] * flat.element_size(), parts)
+        line.formula_nbytes += of_formula
+        # Shards of whole matrices are longer or shorter than the formula's.
+        line.padding_nbytes += flat.nbytes - of_formula
 
 
 def _add_bucket(line: StateLine, bucket: Bucket, itemsize: int, parts: int) -> None:

@@ -71,7 +71,9 @@ class ParameterAllGather:
             self._under_way[number] = self._node_shared.start(block.flat, block.own)
         else:
             comm = self._comms.shard_comm(block.bucket.replicas)
-            self._under_way[number] = comm.start_allgather(block.own, out=block.flat)
+            self._under_way[number] = comm.start_allgather(
+                block.own, counts=block.bucket.counts, out=block.flat
+            )
         _UNDER_WAY.add(self)
 
     def start_remaining(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.data_parallel.buckets import Extent
+from hpcpar.data_parallel.matrix_owners import matrix_cost
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.parameter_info import info_of
 from hpcpar.uncompiled import uncompiled
@@ -55,10 +56,15 @@ def _pair(pair: object) -> Named:
     )
 
 
-def extent(tensor: Tensor) -> Extent:
-    """Return the size of a tensor in a flat buffer of its element type, device and replicas."""
-    kind = tensor.dtype, tensor.device
-    return Extent(tensor.numel(), tensor.element_size(), kind, info_of(tensor).replicas)
+def extent(tensor: Tensor, *, is_matrix: bool = False) -> Extent:
+    """Return the size of a tensor in a flat buffer of its element type, device and replicas.
+
+    is_matrix   one rank is to own it whole, and its cost is that of the whole matrix
+    """
+    kind, info = (tensor.dtype, tensor.device), info_of(tensor)
+    shape = tensor.shape if info.split is None else info.split.whole_shape(tensor.shape)
+    cost = matrix_cost(shape) if is_matrix else 0
+    return Extent(tensor.numel(), tensor.element_size(), kind, info.replicas, cost)
 
 
 def describe(named: Named) -> str:

@@ -63,6 +63,7 @@ class Reducer(GradientReducer):
     sparse_as_dense   make sparse gradients dense; else they are an error
     reduction         how a bucket is reduced; None: averaged by `algorithm`
     sharded           each bucket is to be cut into equal shards, one for each rank with a copy
+    matrices          ids of parameters that one rank is to own whole, where it is sharded
     advice            ends the error message about a gradient too many
     late              names of parameters whose gradients are complete only when `synchronize` is called
     held              reading `.grad` asks the optimizer from a gradient's departure until it is an average,
@@ -88,6 +89,7 @@ class Reducer(GradientReducer):
         advice: str = ADVICE,
         late: Collection[str] = (),
         held: bool = False,
+        matrices: Collection[int] = (),
     ) -> None:
         everything = distinct(named_parameters)
         comms = ReplicaComms.given(comms, [tensor for _, tensor in everything])
@@ -115,6 +117,7 @@ class Reducer(GradientReducer):
             first_bucket_bytes=first_bucket_bytes,
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
             shards=comms.shards if sharded else None,
+            matrices=matrices,
         )
         comm_of = comms.shard_comm if sharded else comms.of
         self._states = [
@@ -354,11 +357,18 @@ class Reducer(GradientReducer):
 
 
 def bucketed(
-    parameters: Iterable[Tensor], dtype: torch.dtype | None = None, **limits: Any
+    parameters: Iterable[Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    matrices: Collection[int] = (),
+    **limits: Any,
 ) -> tuple[Bucket, ...]:
-    """The buckets of these parameters, or of what they will be in another type; `limits` as of `assign`."""
+    """The buckets of these parameters, or of what they will be in another type; `limits` as of `assign`.
+
+    matrices   ids of those that one rank is to own whole
+    """
     parameters = list(parameters)
-    extents = [extent(parameter) for parameter in parameters]
+    extents = [extent(parameter, is_matrix=id(parameter) in matrices) for parameter in parameters]
     if dtype is not None:
         extents = [
             replace(each, itemsize=dtype.itemsize, kind=(dtype, parameter.device))

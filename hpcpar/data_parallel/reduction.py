@@ -83,9 +83,11 @@ class Averaging:
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
         if share != 1:
             data.mul_(share)
-        self._averages[bucket] = self._kept(data, comm)
+        self._averages[bucket] = self._kept(data, bucket, comm)
         if self._scattered:
-            handle: Pending = comm.start_reduce_scatter(data, "average", algorithm=self._algorithm)
+            handle: Pending = comm.start_reduce_scatter(
+                data, "average", counts=bucket.counts, algorithm=self._algorithm
+            )
             if data is not flat:
                 handle = _Scattering(handle, self._averages, bucket)
             across = self._comms.across(bucket.replicas)
@@ -108,8 +110,5 @@ class Averaging:
         """Return this rank's part of the bucket's last average, flat; complete once waited for."""
         return self._averages[bucket]
 
-    def _kept(self, data: Tensor, comm: Communicator) -> Tensor:
-        if not self._scattered:
-            return data
-        length = data.numel() // comm.size
-        return data[comm.rank * length : (comm.rank + 1) * length]
+    def _kept(self, data: Tensor, bucket: Bucket, comm: Communicator) -> Tensor:
+        return data[slice(*bucket.shard_range(comm.rank, comm.size))] if self._scattered else data

@@ -1,17 +1,17 @@
-"""The step of an elementwise optimizer on the pieces of parameters that this rank owns.
+"""The step of an elementwise optimizer, and of Muon, on the pieces of parameters that this rank owns.
 
     for each block:   gradients of the own shard ─> in the masters' type, scaled ─> optimizer on its pieces
                       masters ─> rounded into the own part of the parameters ─> published to the other ranks
 
 The optimizer that the user made is the one that steps: for the time of a step its groups hold pieces in the
 parameters' stead, with all their options, so schedulers and whatever else changes options see no difference.
-Its state is that of pieces, which `states_by_block` gives.
+Its state is that of pieces, which `states_by_block` gives. Muon's matrices are stepped on by `matrix_step`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.flat_parameters import Block, following
+from hpcpar.data_parallel.matrix_exchange import TRAVELS_AS, MatrixExchange, SpreadMatrix
+from hpcpar.data_parallel.matrix_step import apply_update, is_divided, momentum_update, orthogonalized
 from hpcpar.data_parallel.offload import NoOffload, Offload
-from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
+from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of, view_as
 from hpcpar.data_parallel.precision import Precision, master_dtype, narrowed
 
 MASTER = "master_weight"
@@ -47,6 +49,8 @@ class ShardedStep:
     precision    None: the parameters are their own masters
     storage      where masters and states are between steps; None: where they were made
     layouts      of the parameters; None: as they lie now
+    matrices     ids of the parameters that Muon steps on
+    spread       those of them that lie on several ranks
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class ShardedStep:
         precision: Precision | None,
         offload: Offload | None = None,
         layouts: Sequence[Layout] | None = None,
+        matrices: Collection[int] = (),
+        spread: Sequence[SpreadMatrix] = (),
     ) -> None:
         self.inner = inner
         self.blocks = list(blocks)
@@ -70,6 +76,8 @@ class ShardedStep:
             for number, group in enumerate(inner.param_groups)
             for parameter in group["params"]
         }
+        self._matrices = matrices
+        self.exchange = MatrixExchange(spread)
         whole = self._taken_states()
         self.masters: list[Tensor] = []
         self._is_apart: list[bool] = []
@@ -109,31 +117,109 @@ class ShardedStep:
         with self._without_hooks():
             for turn, number in enumerate(order):
                 self._offload.fetch(number, following=order[turn + 1 :])
-                self._widen_moments(number)
                 self._step_block(number, gradients[number], used, factor)
-                self._narrow_moments(number)
-                if self._is_apart[number]:
-                    self.blocks[number].held.copy_(self.masters[number])
-                self._offload.offload(number)
-                publish(number)
+                if not self._has_spread(number):
+                    self._finish_block(number, publish)
+        self._step_spread(gradients, used, factor)
+        for number in filter(self._has_spread, order):
+            self._finish_block(number, publish)
         # Of whoever watches the order of step and scheduler: this rank may have had no piece to step on.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self._offload.wait()
 
+    def _has_spread(self, number: int) -> bool:
+        """Return whether matrices of a block lie on several ranks, also where this rank has none of them.
+
+        The ranks that publish a block must do so in the same order.
+        """
+        members = self.blocks[number].bucket.members
+        return not self.exchange.members.isdisjoint(members) or any(
+            id(self.parameters[member]) in self._matrices and is_divided(self.parameters[member])
+            for member in members
+        )
+
+    def _finish_block(self, number: int, publish: Callable[[int], None]) -> None:
+        """Round the masters into the parameters, and put the block away."""
+        if self._is_apart[number]:
+            self.blocks[number].held.copy_(self.masters[number])
+        self._offload.offload(number)
+        publish(number)
+
     def _step_block(self, number: int, gradient: Tensor, used: Sequence[int], factor: float) -> None:
-        master = self.masters[number]
+        """Step on all pieces of a block but those of matrices that lie on several ranks."""
+        parts = [
+            part
+            for part in self._parts[number]
+            if used[part.piece.member] and part.piece.member not in self.exchange.members
+        ]
+        if not parts:
+            return
+        own = self._scaled(gradient, self.masters[number], factor)
+        stepping = [part for part in parts if not self._is_matrix(part)]
+        self._widen_moments(number, parts)
+        for part in stepping:
+            part.tensor.grad = self._seen(own, part.piece)
+        if stepping:
+            with self._on(stepping):
+                self.inner.step()
+        for part in stepping:
+            part.tensor.grad = None
+        for part in filter(self._is_matrix, parts):
+            self._step_matrix(part, own[part.piece.offset : part.piece.end], self.blocks[number].own.device)
+        self._narrow_moments(parts)
+
+    @staticmethod
+    def _scaled(gradient: Tensor, master: Tensor, factor: float) -> Tensor:
         own = gradient.to(device=master.device, dtype=master.dtype)
         if factor != 1.0:
             own = own.mul_(factor) if own is not gradient else own * factor
-        stepping = [part for part in self._parts[number] if used[part.piece.member]]
-        if not stepping:
-            return
-        for part in stepping:
-            part.tensor.grad = self._seen(own, part.piece)
-        with self._on(stepping):
-            self.inner.step()
-        for part in stepping:
-            part.tensor.grad = None
+        return own
+
+    # --- matrices ---------------------------------------------------------------------------------
+
+    def _is_matrix(self, part: _Part) -> bool:
+        return id(self.parameters[part.piece.member]) in self._matrices
+
+    def _step_matrix(self, part: _Part, gradient: Tensor, device: torch.device) -> None:
+        """Step on a matrix of which this rank has all."""
+        group, layout = self._group(part.piece), self.layouts[part.piece.member]
+        update = momentum_update(gradient, self.inner.state[part.tensor], group).to(device)
+        found = orthogonalized(view_as(update, 0, update.numel(), layout), group)
+        apply_update(part.tensor, in_memory_order(found, layout).to(part.tensor.device), group, layout[0])
+
+    def _step_spread(self, gradients: Sequence[Tensor], used: Sequence[int], factor: float) -> None:
+        """Step on the matrices that lie on several ranks, all of which come here."""
+        place = {
+            part.piece.member: (number, part) for number, parts in enumerate(self._parts) for part in parts
+        }
+
+        def update_of(matrix: SpreadMatrix) -> Tensor:
+            if matrix.member not in place or not used[matrix.member]:
+                length = place[matrix.member][1].piece.numel if matrix.member in place else 0
+                return torch.zeros(length, dtype=TRAVELS_AS, device=matrix.device)
+            number, part = place[matrix.member]
+            own = gradients[number][part.piece.offset : part.piece.end]
+            own = self._scaled(own, self.masters[number], factor)
+            self._widen_moments(number, [part])
+            state, group = self.inner.state[part.tensor], self._group(part.piece)
+            update = momentum_update(own, state, group)
+            self._narrow_moments([part])
+            return update.to(matrix.device)
+
+        def work(matrix: SpreadMatrix, whole: Tensor) -> Tensor:
+            group = self.inner.param_groups[self._group_of[id(self.parameters[matrix.member])]]
+            return orthogonalized(whole, group) if used[matrix.member] else whole
+
+        def apply(matrix: SpreadMatrix, update: Tensor) -> None:
+            if matrix.member in place and used[matrix.member]:
+                part = place[matrix.member][1]
+                update = update.to(part.tensor.device)
+                apply_update(part.tensor, update, self._group(part.piece), matrix.shape)
+
+        self.exchange.run(update_of, work, apply)
+
+    def _group(self, piece: Piece) -> dict[str, Any]:
+        return self.inner.param_groups[self._group_of[id(self.parameters[piece.member])]]
 
     def _seen(self, flat: Tensor, piece: Piece) -> Tensor:
         """A piece of this rank's elements: flat, but without dimensions where its parameter has none.
@@ -207,16 +293,16 @@ class ShardedStep:
             self._offload.offload(number)
         self._offload.wait()
 
-    def _narrow_moments(self, number: int) -> None:
+    def _narrow_moments(self, parts: Iterable[_Part]) -> None:
         if self._precision is not None and self._precision.moments is not None:
-            self._cast_moments(number, self._precision.moments)
+            self._cast_moments(parts, self._precision.moments)
 
-    def _widen_moments(self, number: int) -> None:
+    def _widen_moments(self, number: int, parts: Iterable[_Part]) -> None:
         if self._precision is not None and self._precision.moments is not None:
-            self._cast_moments(number, self.masters[number].dtype)
+            self._cast_moments(parts, self.masters[number].dtype)
 
-    def _cast_moments(self, number: int, dtype: torch.dtype) -> None:
-        for part in self._parts[number]:
+    def _cast_moments(self, parts: Iterable[_Part], dtype: torch.dtype) -> None:
+        for part in parts:
             state = self.inner.state.get(part.tensor, {})
             step = int(state.get("step", 0))
             for key, value in state.items():
@@ -262,13 +348,13 @@ class ShardedStep:
                     part.tensor.copy_(master.reshape(part.tensor.shape))
                     self._seen(self.blocks[number].own, part.piece).copy_(part.tensor)
                 self._set_state(number, part, state)
-            self._narrow_moments(number)
+            self._narrow_moments(self._parts[number])
             self._offload.offload(number)
         self._offload.wait()
 
     def _set_state(self, number: int, part: _Part, values: State) -> None:
         master = self.masters[number]
-        group = self.inner.param_groups[self._group_of[id(self.parameters[part.piece.member])]]
+        group = self._group(part.piece)
         # Steps that a kernel on the device counts are there; torch's own load_state_dict asks the same.
         counts_on_device = group.get("fused") or group.get("capturable")
         is_scalar = self._is_scalar(part.piece)

@@ -63,7 +63,7 @@ class ShardedGradients(GradientReducer):
         self._algorithm = algorithm
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
         devices = [parameters[bucket.members[0]].device for bucket in buckets]
-        lengths = [bucket.numel // self.comms.shards(bucket.replicas) for bucket in buckets]
+        lengths = [self._shard_length(bucket) for bucket in buckets]
         laid = dict(enumerate(map(layout_of, parameters) if layouts is None else layouts))
         self._states = [
             BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device), laid)
@@ -81,6 +81,11 @@ class ShardedGradients(GradientReducer):
         self._had = [False] * len(self.parameters)
         self._waiting_nbytes = self.peak_waiting_nbytes = 0
         self._watch()
+
+    def _shard_length(self, bucket: Bucket) -> int:
+        comm = self.comms.shard_comm(bucket.replicas)
+        start, stop = bucket.shard_range(comm.rank, comm.size)
+        return stop - start
 
     # --- as a reducer ------------------------------------------------------------------------
 
@@ -247,7 +252,9 @@ class ShardedGradients(GradientReducer):
             )
             if share != 1:
                 flat.mul_(share)
-            state.handle = comm.start_reduce_scatter(flat, "average", algorithm=self._algorithm)
+            state.handle = comm.start_reduce_scatter(
+                flat, "average", counts=state.bucket.counts, algorithm=self._algorithm
+            )
             self._next += 1
         # A bucket further ahead may take a buffer, unless the one whose turn is next would have to wait.
         for state in self._states[self._next + 1 :]:

@@ -100,6 +100,22 @@ def tuning_file(environ: Mapping[str, str] = os.environ) -> Path:
     return found
 
 
+def machine_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the file that describes this machine: the one that HPCPAR_MACHINE names, else the user's own.
+
+    errors   ConfigError where neither is known
+    """
+    directory = own_directory(environ)
+    if environ.get("HPCPAR_MACHINE"):
+        return Path(environ["HPCPAR_MACHINE"])
+    if directory is None:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory to keep a machine's description in: name a file in "
+            "HPCPAR_MACHINE, or set HOME"
+        )
+    return directory / "machine.toml"
+
+
 def read_tuning(tuning: str | None, own_file: Path | None) -> tuple[str, str]:
     """Text of the tuning file and its name; empty where there is none.
 

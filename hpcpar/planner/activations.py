@@ -189,3 +189,32 @@ def _mixture_values(experts: Experts, hidden: int, tokens: int, own_tokens: int,
     router = own_tokens * experts.count + tokens * k + (own_tokens * (k + 1) if experts.renormalise else 0)
     rows = tokens * k
     return router + 2 * rows * hidden + 4 * (rows * experts.ffn_size + tokens * experts.shared_ffn_size) // tp
+
+
+def llama_ends_nbytes(
+    config: LlamaConfig,
+    batch: int,
+    sequence: int,
+    *,
+    itemsize: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    embeds: bool = True,
+    heads: bool = True,
+) -> int:
+    """Return the bytes that each of `tp` ranks keeps of one microbatch outside the layers.
+
+    embeds   tokens, int64                                        8·T
+    heads    final norm: input, normalized input, 1/σ             2·T'H + T'
+             projection: its input                                TH
+             loss: log-probabilities in float32, targets          4·T·V/t + 8·T bytes
+
+    Letters as in `llama_layer_nbytes`.
+    """
+    tokens = batch * sequence
+    own_tokens = tokens // tp if sequence_parallel else tokens
+    nbytes = 8 * tokens if embeds else 0
+    if heads:
+        values = 2 * own_tokens * config.hidden_size + own_tokens + tokens * config.hidden_size
+        nbytes += itemsize * values + 4 * tokens * -(-config.vocab_size // tp) + 8 * tokens
+    return nbytes

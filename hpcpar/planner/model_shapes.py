@@ -350,17 +350,16 @@ def _read(path: Path) -> ModelShape:
 
 
 def shape_from_table(table: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the shape of a [model] table: the trainer's (a preset and changes to it), or all fields of ours.
+    """Return the shape of a [model] table: the trainer's (a preset and changes to it, or a Hugging Face
+    directory), or all fields of ours.
 
     errors   ConfigError that names the field
     """
+    if "hugging_face" in table:
+        return _read(Path(table["hugging_face"]) / "config.json")
     own = {field.name for field in fields(ModelShape)}
     if "preset" in table or not {"gated", "layer_norm", "positions", "latent"} & table.keys():
-        changes = {
-            key: value
-            for key, value in table.items()
-            if key not in ("preset", "seed", "name", "init_from", "hugging_face")
-        }
+        changes = {key: value for key, value in table.items() if key not in ("preset", "seed", "name")}
         preset = str(table.get("preset", "tiny"))
         if preset in PUBLISHED:
             return replace(PUBLISHED[preset], **changes)

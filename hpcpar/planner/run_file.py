@@ -7,6 +7,7 @@ write_run(estimate, …)     train.toml and job.sh of a layout, for `sbatch job.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,7 @@ from typing import Any
 from hpcpar.errors import ConfigError
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.experts import Experts
+from hpcpar.planner.layout import AXES
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import PRESETS, LlamaConfig
 
@@ -42,8 +44,10 @@ OF_TRAINER = {
 class PlannedRun:
     """A model, and what its file says of the run; None and {} where it says nothing.
 
-    table   the file's [model] table, where it is one of the trainer's
-    fixed   what the file decides, as `PlanRequest.fixed`
+    table     the file's [model] table, where it is one of the trainer's
+    fixed     what the file decides, as `PlanRequest.fixed`
+    extra     fields of a config.json that the trainer needs and a plan does not
+    machine   of a recipe; devices: those of its mesh, where all degrees are given
     """
 
     model: ModelShape
@@ -53,6 +57,8 @@ class PlannedRun:
     precision: str | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    machine: str | None = None
+    devices: int | None = None
 
 
 def read_run(name: str) -> PlannedRun:
@@ -68,22 +74,28 @@ def read_run(name: str) -> PlannedRun:
     if path.suffix != ".toml":
         return PlannedRun(model, {"preset": name} if name in PRESETS else None)
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    train = table.get("train", {})
+    for stage in table.pop("stage", [])[:1]:  # of a run in stages the first is planned
+        for section, entries in stage.items():
+            table[section] = {**table.get(section, {}), **entries} if isinstance(entries, dict) else entries
+    train, recipe, mesh = (table.get(section, {}) for section in ("train", "recipe", "mesh"))
+    if "shape" in recipe:
+        model = ModelShape.named(recipe["shape"])
     fixed = {}
     for key, (section, entry) in OF_TRAINER.items():
         value = table.get(section, {}).get(entry)
         if value is not None and value != -1:
             fixed[key] = (value,)
-    trainable = (
-        "model" in table and not {"gated", "layer_norm", "positions", "latent"} & table["model"].keys()
-    )
+    is_whole = all(mesh.get(axis, 1) != -1 for axis in AXES) and "dp" in mesh
+    is_ours = "model" in table and not {"gated", "layer_norm", "positions", "latent"} & table["model"].keys()
     return PlannedRun(
         model,
-        table["model"] if trainable else None,
+        table["model"] if is_ours and "shape" not in recipe else None,
         train.get("sequence"),
         train.get("global_batch"),
         train.get("precision"),
         fixed,
+        machine=recipe.get("machine"),
+        devices=math.prod(mesh.get(axis, 1) for axis in AXES) if is_whole else None,
     )
 
 

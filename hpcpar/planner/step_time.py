@@ -243,7 +243,8 @@ def _traffic(
         found.append(AxisTraffic(axis, Group.of(cluster, size, stride).link.name, nbytes, seconds))
     if layout.pp > 1:
         group = Group.of(cluster, layout.pp, layout.size // layout.pp)
-        messages = 2 * m * len(held)
+        # The first stage sends no gradient, the last one no activation.
+        messages = m * sum((not stage.embeds) + (not stage.heads) for stage in held)
         nbytes = _message_nbytes(model, strategy, software)
         found.append(AxisTraffic("pp", group.link.name, messages * nbytes, messages * send_s(group, nbytes)))
     if reduced.nbytes:

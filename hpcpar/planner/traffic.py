@@ -237,20 +237,35 @@ def maps_nbytes(comm: Ranks, buckets: Iterable[FlatBuffer], algorithm: str | Non
 
 
 def replicas_nbytes(
-    across: Ranks, buckets: Iterable[FlatBuffer], shards: int, dtype: object | None = None
+    across: Ranks, buckets: Iterable[FlatBuffer], lengths: Iterable[int], dtype: object | None = None
 ) -> int:
-    """Count the bytes that all ranks with the same shard send to average it once (HSDP): 2(r-1)Φ/n values.
+    """Count the bytes that all r ranks with the same shard send to average it once (HSDP): 2(r-1)Φ/n values.
 
-    across   the r ranks with the same shard, of n that a bucket is cut into
-    dtype    in which gradients are reduced; None = their own
+    lengths   elements of the shard of each bucket, of n
+    dtype     in which gradients are reduced; None = their own
     """
     total = 0
-    for bucket in buckets:
+    for bucket, length in zip(buckets, lengths, strict=True):
         travels_as = dtype_of(bucket) if dtype is None else dtype_name(dtype)
-        nbytes = bucket.numel // shards * ITEMSIZE[travels_as]
+        nbytes = length * ITEMSIZE[travels_as]
         on_device = is_on_gpu(bucket)
         total += allreduce_nbytes(across, nbytes, dtype=travels_as, op="average", on_device=on_device)
     return total
+
+
+MATRIX_UPDATE_ITEMSIZE = 2
+"""Bytes of an element of a matrix's update, which travels in bfloat16."""
+
+
+def matrix_exchange_nbytes(elements: int, own: int) -> int:
+    """Count the bytes by which Muon's update of a matrix goes to its owner, orthogonalized, and comes back.
+
+    In ZeRO-3 over dp, and where the matrix is split over tp over that, by all-to-alls once a step.
+
+    elements   of the matrix, or of its part where that is gathered over dp first
+    own        those of them that the owner has anyhow
+    """
+    return 2 * (elements - own) * MATRIX_UPDATE_ITEMSIZE
 
 
 def expected_nbytes(

@@ -7,12 +7,18 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.context_parallel import ContextParallel
 from hpcpar.data import Prepared, Tokenizer, prepare
-from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
+from hpcpar.data_parallel import (
+    CombinedOptimizer,
+    DistributedOptimizer,
+    Precision,
+    broadcast_parameters,
+    fully_shard,
+)
 from hpcpar.errors import ConfigError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
@@ -22,6 +28,7 @@ from hpcpar.models.balancing import Balancing
 from hpcpar.models.expert_ranks import ExpertRanks
 from hpcpar.models.hugging_face_files import stored_values
 from hpcpar.models.initialise import initial_value
+from hpcpar.models.llama import EMBEDDING, HEAD
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
 from hpcpar.training.config import Config, OptimizerSection
@@ -279,12 +286,28 @@ def _plain_dtype(config: Config) -> torch.dtype:
 
 
 def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
-    """Build the torch optimizer, which decays matrices and not vectors."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Build the torch optimizer, which decays matrices and not vectors.
+
+    muon   is for the matrices of layers, AdamW for embeddings, the output projection and vectors
+    """
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() >= 2]
+    vectors = {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}
+    if section.name == "muon":
+        layers = [p for name, p in named if p.dim() == 2 and not name.endswith((EMBEDDING, HEAD))]
+        own = set(map(id, layers))
+        rest = {"params": [p for p in matrices if id(p) not in own], "weight_decay": section.weight_decay}
+        muon = Muon(
+            [{"params": layers}],
+            lr=section.learning_rate,
+            weight_decay=section.weight_decay,
+            momentum=section.muon_momentum,
+            adjust_lr_fn=section.muon_scale,
+        )
+        rate = section.rate_of("AdamW")
+        adamw = AdamW([rest, vectors], lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
+        return CombinedOptimizer(muon, adamw)
+    groups = [{"params": matrices, "weight_decay": section.weight_decay}, vectors]
     if section.name == "sgd":
         return SGD(groups, lr=section.learning_rate, momentum=section.momentum)
     return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.epsilon, fused=True)

@@ -6,16 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hpcpar.comm import Communicator
-from hpcpar.errors import ConfigError
-from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.memory import StateWidths
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.software import HPCPAR
-from hpcpar.planner.strategy import Strategy
 from hpcpar.training.config import Config
 from hpcpar.training.hugging_face_start import with_hugging_face
+from hpcpar.training.prediction import estimate_of
 from hpcpar.training.recipes import SCALED_RANKS, Recipe
 from hpcpar.units import format_nbytes
 
@@ -46,43 +41,6 @@ def cluster_of(machine: str | None) -> Cluster:
     if machine is None:
         return replace(Cluster.named("two-cores"), devices_per_node=SCALED_RANKS)
     return Cluster.named(machine)
-
-
-def strategy_of(config: Config) -> Strategy:
-    """Return what the planner takes for a run of this configuration.
-
-    errors   ConfigError where mesh.dp is left to the number of ranks
-    """
-    degrees, train = config.mesh.model_dump(), config.train
-    if -1 in [degrees[axis] for axis in ("pp", "dp", "cp", "tp")]:
-        raise ConfigError("a dry run has no ranks to count: give each degree, as in mesh.dp=8")
-    return Strategy(
-        Layout(**degrees),
-        train.global_batch,
-        train.microbatch,
-        train.sequence,
-        zero_stage=config.optimizer.zero_stage,
-        schedule=config.pipeline.schedule,
-        stages_per_rank=config.pipeline.stages_per_rank,
-        recompute=config.recompute,
-        precision=train.precision,
-        sequence_parallel=config.tensor_parallel.sequence_parallel,
-        cp_method=config.context_parallel.method,
-        offload=config.optimizer.offload,
-    )
-
-
-def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
-    """Return the planner's estimate of a step, with the configured optimizer's widths."""
-    section = config.optimizer
-    widths = StateWidths.of(
-        config.train.precision,
-        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
-        moment_dtype=section.moments,
-        sum_dtype=section.reduction,
-    )
-    software = replace(HPCPAR, optimizer_bytes=widths.optimizer, gradient_bytes=widths.gradients)
-    return estimate(shape, cluster, strategy_of(config), software)
 
 
 def _own_shape(config: Config) -> ModelShape:

@@ -78,11 +78,6 @@ def _with_sizes(section: ModelSection, sizes: LlamaConfig, directory: Path) -> M
     """Return the section with all sizes set; ConfigError where one is set that contradicts them."""
     told = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
     experts = told.pop("experts")
-    if "preset" in section.model_fields_set:
-        raise ConfigError(
-            f"model.preset = {section.preset!r} with model.hugging_face = {directory}: sizes come from its "
-            "config.json; leave one of them out"
-        )
     own = {name: getattr(section, name) for name in told if getattr(section, name) is not None}
     own_experts = section.experts.model_dump(exclude_none=True)
     if own_experts and experts is None:

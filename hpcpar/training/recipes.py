@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcpar.errors import ConfigError
-from hpcpar.training.config import Config, read_table
+from hpcpar.training.config import Config, read_table, read_text
 from hpcpar.training.staged import merged, stages_of
 
 DIRECTORY = Path(__file__).parent / "recipes"
@@ -59,20 +59,29 @@ def names() -> list[str]:
 
 
 def recipe(name: str, *, full: bool = False, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
+    """Read a recipe: one of the package by its name, or a file of one's own by its path (….toml).
 
     full        the published run; else the form for 8 ranks
     overrides   as for a file: train.steps=5
-    errors      ConfigError with the list of recipes for an unknown name
+    errors      ConfigError with the list of recipes for an unknown name; for a file that is no recipe
     """
-    if name not in names():
+    path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name}.toml"
+    if not name.endswith(".toml") and name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"no recipe is called {name!r}; {hint}there are {', '.join(names())}")
     source = f"recipe {name}"
-    table = read_table((DIRECTORY / f"{name}.toml").read_text(encoding="utf-8"), source)
-    about: dict[str, Any] = table.pop("recipe")
-    scaled = table.pop("scaled")
+    table = read_table(read_text(path), source)
+    about: dict[str, Any] = table.pop("recipe", {})
+    scaled = table.pop("scaled", None)
+    wanted = {"summary", "source", "machine"}
+    known = wanted | {"notes", "shape", "parameters"}
+    if scaled is None or not wanted <= about.keys() <= known:
+        raise ConfigError(
+            f"{path} is no recipe: it needs the tables [scaled.…] and [recipe] with "
+            f"{', '.join(sorted(wanted))}, and may have {', '.join(sorted(known - wanted))}; train a plain "
+            "configuration without --recipe"
+        )
     stages = stages_of(table if full else merged(table, scaled), source=source, overrides=overrides)
     notes = tuple(about.pop("notes", ()))
     return Recipe(name, stages=stages, notes=notes, is_full=full, **about)

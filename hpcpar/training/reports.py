@@ -12,10 +12,13 @@ import numpy as np
 import torch
 
 from hpcpar.data_parallel import MemoryReport
+from hpcpar.errors import ConfigError
 from hpcpar.launch.rank_map import gather_rank_map
+from hpcpar.launch.settings import machine_file
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
+from hpcpar.training.prediction import Prediction, median_step_s, predict
 from hpcpar.training.traffic_report import TrafficLine, as_records, table
 from hpcpar.units import format_duration
 
@@ -115,22 +118,45 @@ def sample(run: Run) -> str | None:
     return run.data.tokenizer.decode(known)
 
 
+def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
+    """Compare the planner's figures with the run's, on rank 0."""
+    try:
+        machine: Path | None = machine_file()
+    except ConfigError:  # a user without a home
+        machine = None
+    return predict(
+        run.config,
+        run.model.config,
+        run.mesh.layout,
+        machine=machine,
+        memory=outcome.memory,
+        traffic=outcome.traffic,
+        step_s=step_s,
+    )
+
+
 def write_reports(run: Run, outcome: Outcome, sampled: str | None) -> None:
     """Write summary.json and loss.png; print traffic, memory and the sample. On rank 0."""
     if run.comm.rank != 0:
         return
     directory, vocabulary = run.directory.path, run.data.shards.vocabulary
+    records = records_of(directory / "metrics.jsonl")
+    prediction = _prediction(run, outcome, median_step_s(records, outcome.first_step))
     summary = {
         "layout": str(run.mesh.layout),
         **{name: value for name, value in vars(outcome).items() if name not in ("traffic", "memory")},
         "traffic": as_records(outcome.traffic),
         "memory": outcome.memory.as_record(),
+        "prediction": prediction.as_record(),
     }
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    draw_losses(records_of(directory / "metrics.jsonl"), directory / "loss.png", vocabulary=vocabulary)
+    draw_losses(records, directory / "loss.png", vocabulary=vocabulary)
     if run.console is not None:
         run.console.print(table(outcome.traffic, size=run.comm.size), crop=False)
         run.console.print(outcome.memory.table())
+        run.console.print(prediction.table())
+        if prediction.missing is not None:
+            run.say(prediction.missing)
     if sampled is not None:
         run.say(f"a sample:\n{sampled}")
     run.say(

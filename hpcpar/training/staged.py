@@ -106,18 +106,23 @@ def runs(
         if earlier < stage:  # the newest checkpoint was damaged, and one of an earlier stage was loaded
             stage = earlier
             del run
-            gc.collect()
+            _forget_run(comm)
             continue
         if len(configs) > 1:
             run.say(_announcement(configs, stage, comm.size))
         yield run
         del run
-        gc.collect()
-        for traffic in comm.traffics().values():  # each stage's bytes are compared with its own theory
-            traffic.reset()
+        _forget_run(comm)
         stage, resumes = stage + 1, True
         if preemption is not None and preemption.has_agreed:
             return
+
+
+def _forget_run(comm: Communicator) -> None:
+    """Free the memory of a run that nobody refers to, and count the next one's bytes from zero."""
+    gc.collect()
+    for traffic in comm.traffics().values():
+        traffic.reset()
 
 
 def _announcement(configs: Sequence[Config], stage: int, ranks: int) -> str:

@@ -66,7 +66,9 @@ ELSEWHERE = {
     "data.pack_documents": "packing pack_sequences reset_attention_mask sample_packing",
     "mesh.dp": "data_parallel_size dp_size world_size dp_degree",
     "the option --resume": "resume resume_from_checkpoint load ckpt_path auto_resume",
-    "model.preset": "model_name model_type model_name_or_path model.name model.type model.size model.path",
+    "model.preset": "model_name model_type model.name model.type model.size",
+    "model.hugging_face": "model_name_or_path model.path model.from model.init_from from_pretrained "
+    "pretrained_model_name_or_path hf_model hf_checkpoint",
     "model.layers": "num_layers n_layers n_layer num_hidden_layers depth",
     "model.hidden_size": "d_model n_embd dim hidden hidden_dim",
     "model.heads": "num_attention_heads n_head n_heads num_heads",

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from hpcpar.bench.measure import PLACES
 from hpcpar.cli import bench
+from hpcpar.planner.cluster import Cluster
 from tests.command import run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -70,9 +71,12 @@ def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> N
     assert {row["algorithm"] for row in rows} == {"chosen", "ring", "mpi", "memory_copy"}
     assert {row["wrong"] for row in rows} == {0}
     assert picture.stat().st_size > 1000
-    fitted = CliRunner().invoke(bench.fit, [str(lines)])
+    fitted = CliRunner().invoke(bench.fit, [str(lines), "--machine", str(tmp_path / "machine.toml")])
     assert fitted.exit_code == 0, fitted.output
     assert "alpha_intra" in fitted.output
+    assert Cluster.read(tmp_path / "machine.toml").devices_per_node == 2
+    refused = CliRunner().invoke(bench.fit, [str(lines), "--machine", "machine"])
+    assert "name a .toml file, or 'own'" in refused.output
 
 
 @pytest.mark.parametrize("command", ["collectives", "tune"])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcpar.cli import main
+from hpcpar.cli.plan import RECIPES
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import estimate
 from hpcpar.planner.layout import Layout
@@ -116,6 +117,23 @@ def test_fewest_nodes_are_fewest() -> None:
     fewer = called(*words, "--nodes", found["nodes"] - 1)
     assert fewer.exit_code == 1
     assert json.loads(fewer.output)["ranked"] == []
+
+
+RECIPES_NAMED = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", RECIPES_NAMED)
+def test_a_recipe_is_priced_at_full_size_as_it_is_written(name: str) -> None:
+    asked = called("--recipe", name, "--as-written", "--json", "--rejected")
+    found = json.loads(asked.output)
+    assert found["layouts"] == 1
+    # Published runs may keep less than ours, and then the planner says what is lacking.
+    assert asked.exit_code == 0 or "memory over by" in found["rejected"][0]["reason"]
+
+
+def test_an_unknown_recipe_is_refused_with_the_list() -> None:
+    assert "there are deepseek-v3, " in called("--recipe", "gpt-5").output
+    assert "exclude each other" in called("llama3-8b", "--recipe", "yi-34b").output
 
 
 # --- what is written ------------------------------------------------------------------------------
@@ -268,6 +286,10 @@ def test_rows_that_the_model_made_are_met(tmp_path: Path) -> None:
     assert "mean 0.0%" in output
     assert "regret of 1 choices mean 0.0%" in output
     assert json.loads(told("--validate", path, "--share", 0, "--json"))["rows"][0]["line"] == 2
+    kept = tmp_path / "constants.json"
+    told("--validate", path, "--share", 0.5, "--save-constants", kept)
+    assert "fastest:" in told("llama3-8b", *ON_8, "--constants", kept)
+    assert "0 others" in told("--validate", path, "--share", 0, "--constants", kept)
 
 
 BLOCKED = """
@@ -275,6 +297,7 @@ import sys
 for name in ("torch", "numpy", "mpi4py", "pydantic", "matplotlib"):
     sys.modules[name] = None
 from hpcpar.cli import main
+from hpcpar.cli.plan import RECIPES
 main(["plan", "llama3-405b", "--machine", "h100-dgx", "--nodes", "2048", "--batch", "2048", "--explain"])
 """
 

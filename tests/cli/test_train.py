@@ -342,3 +342,26 @@ def test_a_recipe_trains_and_a_staged_file_goes_through_its_stages(
     ]
     cache = f"data.cache={tmp_path / 'cache'}"
     assert call(monkeypatch, "--recipe", "yi-lightning", *words, *places, cache).return_value == 0
+
+
+def test_a_signal_in_a_stage_ends_the_job_before_the_next_one_with_status_75(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = config.read_text().replace("steps = 2", "steps = 4")
+    config.write_text(text + "\n[[stage]]\nuntil = 2\n[[stage]]\ntrain.global_batch = 4\n")
+    train_step = trainer.train_step
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        monkeypatch.setattr(trainer, "train_step", train_step)
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", signalled)
+    assert call(monkeypatch, str(config)).return_value == 75
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        "step-00000002"
+    ]
+    done = call(monkeypatch, str(config), "--resume")
+    assert done.return_value == 0
+    assert "resuming after step 2" in done.output
+    assert "stage 2 of 2: until step 4" in done.output

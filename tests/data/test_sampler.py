@@ -102,3 +102,12 @@ def test_impossible_steps_ranks_and_sizes_are_named() -> None:
         SAMPLER.shard(0, 2, 2)
     with pytest.raises(DataError, match="sequence=0 and global_batch=4"):
         Sampler(100, 0, 4)
+
+
+def test_a_block_that_sequences_do_not_fill_is_refused_with_one_that_they_do() -> None:
+    with pytest.raises(
+        DataError, match=r"a block of 40 tokens is not cut into sequences of 16; .* 32 or another"
+    ):
+        Sampler(tokens=1000, sequence=16, global_batch=2, block=40)
+    with pytest.raises(DataError, match="needs 129 tokens, but there are 128"):
+        Sampler(tokens=128, sequence=16, global_batch=5, block=64)

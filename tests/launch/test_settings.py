@@ -15,6 +15,7 @@ from hpcpar.launch.settings import (
     Settings,
     announce_rank,
     env,
+    machine_file,
     mark_as_rank,
     own_tuning_file,
     parent_is_the_rank,
@@ -99,6 +100,14 @@ def test_a_user_without_a_home_has_no_tuning_file_and_is_told_so_where_one_is_to
         ConfigError, match=r"has no home directory to keep a table in: name a file with --file"
     ):
         tuning_file({})
+
+
+def test_the_machines_description_is_the_one_named_or_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_file({"HPCPAR_MACHINE": "mine.toml"}) == Path("mine.toml")
+    assert machine_file({"XDG_CONFIG_HOME": "/c"}) == Path("/c/hpcpar/machine.toml")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="HPCPAR_MACHINE"):
+        machine_file({})
 
 
 def test_the_home_of_somebody_else_has_no_tuning_file_for_us(monkeypatch: pytest.MonkeyPatch) -> None:

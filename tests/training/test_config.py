@@ -219,6 +219,7 @@ def test_a_run_is_read_from_a_file(tmp_path: Path) -> None:
 
 def test_every_field_of_a_model_can_be_set() -> None:
     assert {field.name for field in dataclasses.fields(LlamaConfig)} == set(ModelSection.model_fields) - {
+        "hugging_face",
         "preset",
         "seed",
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data.tokenizer import write_tokenizer
 from hpcpar.errors import CheckpointError, ConfigError, DataError, PeerFailedError
+from hpcpar.planner.model_shapes import shape_from_table
 from hpcpar.training import Config, Run, runs
 from hpcpar.training.dry_run import describe
 from hpcpar.training.model_export import export
@@ -135,6 +136,7 @@ def test_its_tokenizer_and_sizes_are_taken_and_told(config_of: MakeConfig, tmp_p
     assert run.model.config.experts is not None
     assert run.model.config.experts.count == 4
     assert run.model.config.max_sequence == 64
+    assert shape_from_table({"hugging_face": str(tmp_path / "theirs")}, where="here").layers == 3
     fixed = config.model_copy(update={"mesh": type(config.mesh)(dp=1)})
     assert "1 rank" in describe((fixed,), "h100-dgx")
 
@@ -143,9 +145,8 @@ def test_its_tokenizer_and_sizes_are_taken_and_told(config_of: MakeConfig, tmp_p
     ("changes", "reason"),
     [
         ({"layers": 2}, r"model.layers = 2, but .* has 3; leave it out"),
-        ({"preset": "5m"}, r"model.preset = '5m' with model.hugging_face"),
         ({"experts": {"count": 4}}, "is a model without experts"),
-        ({"max_sequence": 8}, r"train.sequence = 16 is longer than model.max_sequence = 8"),
+        ({"max_sequence": 8}, r"model.max_sequence = 8; set model.max_sequence=16"),
     ],
 )
 def test_a_key_that_contradicts_the_directory_is_refused(

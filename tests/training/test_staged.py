@@ -11,7 +11,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data import Sampler
 from hpcpar.errors import ConfigError, LayoutError
-from hpcpar.training import Config, Outcome, Preempted, parse_stages, runs
+from hpcpar.training import Config, Outcome, Preempted, parse, parse_stages, runs
 from hpcpar.training.metrics import records_of
 from hpcpar.training.run_directory import place_with
 from tests.training.conftest import RUN
@@ -103,6 +103,18 @@ def test_a_run_that_was_stopped_in_its_second_stage_goes_on_there(tmp_path: Path
     assert stopped[0][-1].steps == 4
     outcomes = train_all(parts, 8, resume=True)
     assert [(each.first_step, each.steps) for each in outcomes[0]] == [(4, 5), (5, 7)]
+    assert course(parts[0]) == course(whole[0])
+
+
+def test_behind_a_damaged_checkpoint_the_stage_of_the_one_before_goes_on(tmp_path: Path) -> None:
+    whole, parts = staged(tmp_path), staged(tmp_path, name="parts")
+    train_all(whole, 8)
+    train_all(parts[:2], 8)
+    for piece in (parts[0].output.directory / "checkpoints" / "step-00000005").glob("*.safetensors"):
+        piece.write_bytes(piece.read_bytes()[:-1])
+    outcomes = train_all(parts, 8, resume=True)
+    assert [(each.first_step, each.steps) for each in outcomes[0]] == [(2, 5), (5, 7)]
+    assert set(deviations(outcomes[0][0]).values()) == {0}
     assert course(parts[0]) == course(whole[0])
 
 
@@ -199,6 +211,8 @@ def test_a_stage_without_an_end_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_stages_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has stages: give it to `hpcpar train`, or to parse_stages"):
+        parse(BASE + STAGES, source="run.toml")
     (config,) = staged(tmp_path, text=BASE)
     assert config.train.last_step == 7
     assert config.data.block is None

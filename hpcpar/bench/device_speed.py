@@ -1,0 +1,185 @@
+"""Speed of one rank's cores or GPU, and a machine's description from it: `hpcpar bench fit … --machine FILE`.
+
+matrix products      of depth 1024 and 64: peak, and the depth at which half of it is reached
+elementwise          a sum of two large arrays: bytes read and written per second
+attention            torch's scaled_dot_product_attention, causal
+launch               a sum of two numbers: what starting any kernel takes
+
+On CPUs as many processes as ranks share a node measure at once, as they will compute at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpcpar.data_parallel.process_memory import available_on_node
+from hpcpar.errors import OperationError
+from hpcpar.units import GB, GiB, MiB
+
+ROWS, DEEP, SHALLOW = 512, 1024, 64
+TOKENS, HEADS, HEAD_SIZE = 512, 4, 64
+ELEMENTWISE_NBYTES = 32 * MiB
+SECONDS = 0.3
+"""Of each measurement."""
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Speed of one rank's device.
+
+    peak_flops         FLOP/s of deep matrix products, by element type
+    depth              K at which a float32 product reaches half of that
+    attention          FLOP/s of causal attention over peak, half of the scores counted
+    memory_bandwidth   bytes/s of elementwise kernels
+    """
+
+    name: str
+    memory_nbytes: int
+    peak_flops: Mapping[str, float]
+    depth: float
+    attention: float
+    memory_bandwidth: float
+    launch_s: float
+    units: int = 1
+
+
+def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
+    """Measure this process's device."""
+    torch.set_num_threads(threads)
+    peaks = {
+        name: _product_rate(getattr(torch, name), DEEP, device) for name in ("float32", "float64", "bfloat16")
+    }
+    ratio = peaks["float32"] / _product_rate(torch.float32, SHALLOW, device)
+    # rate(K) = R K / (K + d), from two depths.
+    depth = max(0.0, (ratio - 1) / (1 / SHALLOW - ratio / DEEP))
+    peaks["float32"] *= 1 + depth / DEEP
+    heads = torch.randn(1, HEADS, TOKENS, HEAD_SIZE, device=device)
+    attend = _seconds(lambda: scaled_dot_product_attention(heads, heads, heads, is_causal=True), device)
+    first, second = torch.ones(2, ELEMENTWISE_NBYTES // 4, device=device)
+    out = torch.empty_like(first)
+    added = _seconds(lambda: torch.add(first, second, out=out), device)
+    one = torch.ones(1, device=device)
+    total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
+    return DeviceSpeed(
+        name=torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {threads} threads",
+        memory_nbytes=total,
+        peak_flops=peaks,
+        depth=depth,
+        attention=2 * TOKENS * TOKENS * HEADS * HEAD_SIZE / attend / peaks["float32"],
+        memory_bandwidth=3 * ELEMENTWISE_NBYTES / added,
+        launch_s=_seconds(lambda: torch.add(one, one, out=one), device),
+        units=torch.cuda.get_device_properties(device).multi_processor_count if device != "cpu" else 1,
+    )
+
+
+def measure_together(ranks: int, threads: int) -> DeviceSpeed:
+    """Measure as many CPU ranks as share a node at once; return the median one, with its share of memory."""
+    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
+        speeds = list(pool.map(measure, [threads] * ranks))
+    middle = sorted(speeds, key=lambda one: one.peak_flops["float32"])[len(speeds) // 2]
+    memory = available_on_node()
+    if memory is None:
+        raise OperationError(
+            "the node does not tell its memory (/proc/meminfo); write the machine's file by hand"
+        )
+    fields = {**vars(middle), "memory_nbytes": memory // ranks}
+    return DeviceSpeed(**fields)
+
+
+def _product_rate(dtype: torch.dtype, depth: int, device: str) -> float:
+    left = torch.ones(ROWS, depth, dtype=dtype, device=device)
+    right = torch.ones(depth, ROWS, dtype=dtype, device=device)
+    return 2 * ROWS * ROWS * depth / _seconds(lambda: left @ right, device)
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    """Return the median seconds of a call, to its end on the device."""
+
+    def timed() -> float:
+        start_s = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    timed()
+    found: list[float] = []
+    end_s = time.perf_counter() + SECONDS
+    while len(found) < 5 or time.perf_counter() < end_s:
+        found.append(timed())
+    return statistics.median(found)
+
+
+def machine_toml(
+    name: str, speed: DeviceSpeed, parameters: Mapping[str, float], *, nodes: int, ranks_per_node: int
+) -> str:
+    """Return a machine's file for `hpcpar plan` and `hpcpar train`.
+
+    parameters   alpha and beta within nodes and between them, as `bench fit` finds them; where one of the two
+                 levels was not measured, the other's stand for it
+    """
+    peaks = "\n".join(f"{dtype} = {rate / 1e12:.5g}" for dtype, rate in speed.peak_flops.items())
+    links = "\n".join(
+        f'[links.{level}]\nname = "{"shared memory" if level == "node" else "network"}"\n'
+        f"alpha_us = {alpha_s * 1e6:.4g}\ngb_per_s = {1 / beta / GB:.4g}\n"
+        for level, (alpha_s, beta) in _links(parameters).items()
+    )
+    return f"""name = "{name}"
+source = "measured by hpcpar bench fit"
+devices_per_node = {ranks_per_node}
+nodes = {nodes}
+
+[device]
+name = "{speed.name}"
+memory_gib = {speed.memory_nbytes / GiB:.4g}
+memory_gb_per_s = {speed.memory_bandwidth / GB:.4g}
+units = {speed.units}
+launch_us = {speed.launch_s * 1e6:.4g}
+
+[device.peak_tflops]
+{peaks}
+
+[device.efficiency]
+matrix = 1.0
+attention = {min(1.0, speed.attention):.3g}
+memory = 1.0
+depth = {speed.depth:.4g}
+
+{links}"""
+
+
+def _links(parameters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return alpha and beta by level of links.
+
+    errors   OperationError where neither level's bandwidth was measured
+    """
+    levels = {"node": "intra", "fabric": "inter"}
+    pairs = {
+        level: (parameters.get(f"alpha_{short}", 0.0), parameters.get(f"beta_{short}", 0.0))
+        for level, short in levels.items()
+    }
+    known = [pair for pair in pairs.values() if pair[1]]
+    if not known:
+        raise OperationError(
+            "the lines do not tell the bandwidth; measure larger arrays: hpcpar bench collectives "
+            "--collective all --max-bytes 64M --json FILE"
+        )
+    return {level: pair if pair[1] else known[0] for level, pair in pairs.items()}
+
+
+def write_machine(path: Path, text: str) -> None:
+    """Write the file, and the directories to it; OperationError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OperationError(f"{path} cannot be written: {error.strerror}; name another file") from error

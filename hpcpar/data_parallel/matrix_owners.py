@@ -1,0 +1,70 @@
+"""Which rank works on which matrix: whole matrices for each rank, balanced by their cost. Pure integers.
+
+costs    9 7 6 5 4 4       two ranks, dearest first, each to the rank with least so far
+rank 0   9     5 4         18
+rank 1     7 6     4       17
+rounds   9 | 5 | 4         the k-th dearest of every rank are worked on at the same time
+         7 | 6 | 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations that torch's Muon does by default."""
+
+
+def orthogonalization_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEPS) -> int:
+    """Return the FLOPs of Newton-Schulz iterations on a matrix.
+
+    With m the shorter and n the longer side, X [m, n], an iteration has three matrix products, of 2abc FLOPs
+    for [a, b] by [b, c]:
+
+        A = X Xᵀ            [m, n] by [n, m]   2m²n
+        B = bA + cA A       [m, m] by [m, m]   2m³
+        X = aX + B X        [m, m] by [m, n]   2m²n
+
+    returns  steps · (4m²n + 2m³)
+    source   Jordan 2024, Muon, kellerjordan.github.io/posts/muon (FLOPs analysis)
+    """
+    m, n = sorted((rows, columns))
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
+def balanced_owners(costs: Sequence[int], size: int) -> list[int]:
+    """Return each matrix's owner: dearest first, to the rank with the least so far, the lowest of equals.
+
+    The longest rank has at most 4/3 - 1/(3 size) of the least possible, and at most a matrix more than the
+    mean.
+    source   Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time first)
+    """
+    loads, owners = [0] * size, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        owner = min(range(size), key=lambda rank: (loads[rank], rank))
+        owners[number] = owner
+        loads[owner] += costs[number]
+    return owners
+
+
+def imbalance(costs: Sequence[int], owners: Sequence[int], size: int) -> float:
+    """Return the cost of the longest rank over the mean; 1.0 is even."""
+    loads = [0] * size
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return max(loads) * size / sum(loads) if sum(loads) else 1.0
+
+
+def rounds_of(costs: Sequence[int], owners: Sequence[int], size: int) -> list[list[int]]:
+    """Return the matrices of each round, at most one for each rank: every rank's k-th dearest in round k."""
+    queues: list[list[int]] = [[] for _ in range(size)]
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        queues[owners[number]].append(number)
+    longest = max(map(len, queues), default=0)
+    return [[queue[turn] for queue in queues if turn < len(queue)] for turn in range(longest)]
+
+
+def matrix_cost(shape: Sequence[int]) -> int:
+    """Return the cost by which a matrix of this shape is balanced: FLOPs of an iteration, at least 1."""
+    rows, columns = shape
+    return max(1, orthogonalization_flops(rows, columns, 1))

@@ -1,0 +1,243 @@
+"""Predicted beside measured: memory of the fullest rank, bytes sent, time of a step.
+
+                     predicted    measured   off by
+    parameters        12.3 MiB    12.3 MiB    +0.0%
+    …
+    bytes sent         4.8 GiB     4.8 GiB    +0.0%
+    step              52.1 ms     49.7 ms     +4.8%
+
+The prediction is the planner's, for this configuration on this many ranks; time needs a description of the
+machine (`hpcpar bench fit … --machine own`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hpcpar.data_parallel import MemoryReport
+from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.mesh import DEGREES, Layout
+from hpcpar.models import LlamaConfig
+from hpcpar.planner.activations import llama_ends_nbytes
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.estimate import Estimate, estimate
+from hpcpar.planner.memory import STATE
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.shapes import ITEMSIZE
+from hpcpar.planner.software import HPCPAR
+from hpcpar.planner.stage_memory import ACTIVATIONS
+from hpcpar.planner.stages import chunks_alive, stages_of_ranks
+from hpcpar.planner.strategy import Strategy
+from hpcpar.training.config import Config, MeshSection
+from hpcpar.training.memory_check import state_widths
+from hpcpar.training.traffic_report import TrafficLine
+from hpcpar.units import format_duration, format_nbytes
+
+MAKE_MACHINE = (
+    "hpcpar run -n RANKS -- -m hpcpar bench collectives --collective all --json lines.jsonl, "
+    "and hpcpar bench fit lines.jsonl --machine own"
+)
+"""Commands that describe this machine."""
+
+
+@dataclass(frozen=True)
+class PredictedLine:
+    """One figure; None where it is not predicted, or was not measured. `unit` is "bytes" or "seconds"."""
+
+    what: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        return {**vars(self), "error": self.error}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """All figures; `missing` says why some are not predicted, and what to do."""
+
+    lines: tuple[PredictedLine, ...]
+    missing: str | None = None
+    machine: str | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        return {
+            "machine": self.machine,
+            "missing": self.missing,
+            "figures": [line.as_record() for line in self.lines],
+        }
+
+    def table(self) -> Table:
+        """Return a table, for 80 columns."""
+        shown = Table(
+            title="Predicted by the planner, and measured", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+        )
+        shown.add_column("", no_wrap=True)
+        for heading in ("predicted", "measured", "off by"):
+            shown.add_column(heading, justify="right", no_wrap=True)
+        for line in self.lines:
+            error = "" if line.error is None else f"{line.error:+.1%}"
+            shown.add_row(line.what, _shown(line, line.predicted), _shown(line, line.measured), error)
+        return shown
+
+
+def _shown(line: PredictedLine, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return format_nbytes(value) if line.unit == "bytes" else format_duration(value)
+
+
+def strategy_of(config: Config) -> Strategy:
+    """Return what the planner takes for a run of this configuration.
+
+    errors   ConfigError where mesh.dp is left to the number of ranks
+    """
+    degrees, train = config.mesh.model_dump(), config.train
+    if -1 in [degrees[axis] for axis in ("pp", "dp", "cp", "tp")]:
+        raise ConfigError("a dry run has no ranks to count: give each degree, as in mesh.dp=8")
+    return Strategy(
+        Layout(**degrees),
+        train.global_batch,
+        train.microbatch,
+        train.sequence,
+        zero_stage=config.optimizer.zero_stage,
+        schedule=config.pipeline.schedule,
+        stages_per_rank=config.pipeline.stages_per_rank,
+        recompute=config.recompute,
+        precision=train.precision,
+        sequence_parallel=config.tensor_parallel.sequence_parallel,
+        cp_method=config.context_parallel.method,
+        offload=config.optimizer.offload,
+    )
+
+
+def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
+    """Return the planner's estimate of a step, with the configured optimizer's widths."""
+    matrices, others = (state_widths(config, moments) for moments in config.optimizer.moment_counts)
+    average = matrices.optimizer
+    if matrices != others:
+        # The planner knows one width: that of the whole model's average parameter, rounded up.
+        sizes = config.model_config_for(shape.vocab_size)
+        share = Fraction(sizes.layer_matrix_parameters(), sizes.parameters())
+        average = math.ceil(share * matrices.optimizer + (1 - share) * others.optimizer)
+    software = replace(HPCPAR, optimizer_bytes=average, gradient_bytes=matrices.gradients)
+    return estimate(shape, cluster, strategy_of(config), software)
+
+
+def machine_of(path: Path | None, layout: Layout) -> Cluster:
+    """Read the description of this machine, with as many devices as the layout has ranks.
+
+    errors   ConfigError where there is none, with the commands that make it; or of fewer ranks to a node
+    """
+    # os.path's answer is no, and not an error, also in the home of somebody else, which HOME may name.
+    if path is None or not os.path.exists(path):
+        raise ConfigError(f"there is no description of this machine; make it by {MAKE_MACHINE}")
+    return Cluster.read(path).with_devices(layout.size)
+
+
+def predict(
+    config: Config,
+    sizes: LlamaConfig,
+    layout: Layout,
+    *,
+    machine: Path | None,
+    memory: MemoryReport,
+    traffic: Sequence[TrafficLine],
+    step_s: float | None,
+) -> Prediction:
+    """Return the planner's figures beside the measured ones.
+
+    machine   the file of this machine's description
+    step_s    median seconds of a step; None: no step was done
+    """
+    config = config.model_copy(
+        update={"mesh": MeshSection(**{axis: layout.degree(axis) for axis in DEGREES})}
+    )
+    shape = ModelShape.from_llama(sizes, config.model.preset)
+    missing: list[str] = []
+    found: Estimate | None = None
+    is_timed = False
+    try:
+        cluster = machine_of(machine, layout)
+        found, is_timed = estimate_of(config, shape, cluster), True
+    except HpcparError as error:
+        missing.append(f"no prediction of the step's time: {error}")
+        try:
+            # Memory is the same on every machine.
+            found = estimate_of(config, shape, Cluster.named("h100-dgx"))
+        except HpcparError as other:
+            missing = [f"not predicted: {other}"]
+    worst = memory.worst
+    stage = None if found is None else found.stages[layout.coordinates(worst.rank).pp]
+    lines = [
+        PredictedLine(
+            what, "bytes", None if stage is None else stage.purposes[what], worst.state[what].nbytes
+        )
+        for what in STATE
+    ]
+    kept = None if found is None else _activations(found, sizes, layout.coordinates(worst.rank).pp)
+    lines.append(PredictedLine(ACTIVATIONS, "bytes", kept, worst.peak_activations_nbytes))
+    lines.append(_bytes_sent(traffic))
+    lines.append(PredictedLine("step", "seconds", found.step_s if found and is_timed else None, step_s))
+    return Prediction(
+        tuple(lines), "; ".join(missing) or None, found.cluster.name if found and is_timed else None
+    )
+
+
+def _activations(found: Estimate, sizes: LlamaConfig, rank: int) -> int:
+    """Return the bytes saved for backward on pipeline rank `rank`: of layers, rotary tables, both ends."""
+    strategy, layout = found.strategy, found.strategy.layout
+    sequence, itemsize = strategy.sequence // layout.cp, ITEMSIZE[strategy.precision]
+
+    def end(*, embeds: bool, heads: bool) -> int:
+        return llama_ends_nbytes(
+            sizes,
+            strategy.microbatch,
+            sequence,
+            itemsize=itemsize,
+            tp=layout.tp,
+            sequence_parallel=strategy.sequence_parallel,
+            embeds=embeds,
+            heads=heads,
+        )
+
+    held, alive = stages_of_ranks(strategy)[rank], chunks_alive(strategy, rank)
+    nbytes = found.stages[rank].purposes[ACTIVATIONS] + 2 * sequence * (sizes.head_width // 2) * itemsize
+    if 0 in held:
+        nbytes += alive * end(embeds=True, heads=False)
+    if strategy.stages - 1 in held:
+        # The last stage's backward follows its forward at once, except in GPipe.
+        nbytes += (alive if strategy.schedule == "gpipe" else 1) * end(embeds=False, heads=True)
+    return nbytes
+
+
+def _bytes_sent(traffic: Iterable[TrafficLine]) -> PredictedLine:
+    """Return the bytes of all ranks, of the collectives that have a theory."""
+    known = [line for line in traffic if line.nbytes_theory is not None and not line.calls_by_mpi]
+    theory = sum(line.nbytes_theory or 0 for line in known)
+    return PredictedLine("bytes sent", "bytes", theory, sum(line.nbytes_sent for line in known))
+
+
+def median_step_s(records: Iterable[Mapping[str, Any]], first_step: int) -> float | None:
+    """Return the median seconds of the steps of this run in metrics.jsonl."""
+    found = [one["step_s"] for one in records if "step_s" in one and one["step"] >= first_step]
+    return statistics.median(found) if found else None

@@ -1,0 +1,55 @@
+"""The machine's description that `bench fit --machine` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcpar.bench import device_speed
+from hpcpar.bench.device_speed import DeviceSpeed, machine_toml, write_machine
+from hpcpar.errors import OperationError
+from hpcpar.planner.cluster import Cluster
+from hpcpar.units import GiB
+
+SPEED = DeviceSpeed("CPU, 1 threads", 8 * GiB, {"float32": 1e11, "bfloat16": 2e10}, 40.0, 0.4, 1e10, 2e-6)
+LINKS = {"alpha_intra": 2e-6, "beta_intra": 1e-10, "alpha_inter": 3e-5, "beta_inter": 1e-9}
+
+
+def written(path: Path, parameters: dict[str, float]) -> Cluster:
+    write_machine(path, machine_toml("mine", SPEED, parameters, nodes=3, ranks_per_node=4))
+    return Cluster.read(path)
+
+
+def test_the_planner_reads_what_is_written(tmp_path: Path) -> None:
+    found = written(tmp_path / "new" / "machine.toml", LINKS)
+    assert (found.name, found.nodes, found.devices_per_node) == ("mine", 3, 4)
+    assert found.device.memory_nbytes == 8 * GiB
+    assert found.device.peak("float32") == pytest.approx(1e11)
+    assert found.device.efficiency.depth == 40
+    assert found.device.launch_s == pytest.approx(2e-6)
+    assert found.node.alpha_s == pytest.approx(2e-6)
+    assert found.node.bandwidth == pytest.approx(1e10)
+    assert found.fabric.bandwidth == pytest.approx(1e9)
+
+
+def test_a_level_that_was_not_measured_is_taken_for_the_other(tmp_path: Path) -> None:
+    found = written(tmp_path / "machine.toml", {"alpha_intra": 2e-6, "beta_intra": 1e-10})
+    assert found.fabric.bandwidth == found.node.bandwidth
+    with pytest.raises(OperationError, match="do not tell the bandwidth"):
+        machine_toml("mine", SPEED, {"alpha_intra": 1e-6}, nodes=1, ranks_per_node=2)
+
+
+def test_a_place_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(OperationError, match="cannot be written"):
+        write_machine(Path("/dev/null/machine.toml"), "")
+
+
+def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_speed, "SECONDS", 0.01)
+    found = device_speed.measure(1)
+    assert found.peak_flops.keys() == {"float32", "float64", "bfloat16"}
+    assert all(1e8 < rate < 1e14 for rate in found.peak_flops.values())
+    assert 1e8 < found.memory_bandwidth < 1e13
+    assert 0 < found.launch_s < 1e-2
+    assert found.depth >= 0
