@@ -140,6 +140,11 @@ class Layout:
         """Neighbours of dp × cp that share a set of shards: dp_shard · cp; None for all of them."""
         return None if self.dp_shard in (None, self.dp) else (self.dp_shard or 1) * self.cp
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees as a user sets them; without dp_shard where shards are over all of dp."""
+        return {axis: degree for axis in DEGREES if (degree := getattr(self, axis)) is not None}
+
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Partition the ranks into groups that share a set of shards, each in rank order."""
         size = self.shard_ranks or self.dp * self.cp
