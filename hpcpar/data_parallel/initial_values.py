@@ -63,7 +63,10 @@ class InitialValues:
                 for (name, parameter, owners), layout, (start, stop) in zip(
                     entries, layouts, places, strict=True
                 ):
-                    view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
+                    value = self._value(name, parameter, owners)
+                    # A value that lies in a file is read where it is copied, and other ranks' parts are not.
+                    if not is_local or (start < shard.stop and shard.start < stop):
+                        view_as(whole, start, stop, layout).copy_(value)
         if is_local:
             assert whole is not None, "just filled"
             return whole[shard.start : shard.stop]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hpcpar.data_parallel.matrix_owners import balanced_owners, matrix_cost, rounds_of
 from hpcpar.data_parallel.parameters import Layout, in_memory_order
-from hpcpar.planner.traffic import matrix_exchange_nbytes
+from hpcpar.planner.muon import matrix_exchange_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator

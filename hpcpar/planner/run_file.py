@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def read_run(name: str) -> PlannedRun:
         for section, entries in stage.items():
             table[section] = {**table.get(section, {}), **entries} if isinstance(entries, dict) else entries
     train, recipe, mesh = (table.get(section, {}) for section in ("train", "recipe", "mesh"))
-    if "shape" in recipe:
-        model = ModelShape.named(recipe["shape"])
+    # A preset with changes is another model; the file's name says which.
+    model = replace(ModelShape.named(recipe["shape"]) if "shape" in recipe else model, name=path.stem)
     fixed = {}
     for key, (section, entry) in OF_TRAINER.items():
         value = table.get(section, {}).get(entry)

@@ -253,21 +253,6 @@ def replicas_nbytes(
     return total
 
 
-MATRIX_UPDATE_ITEMSIZE = 2
-"""Bytes of an element of a matrix's update, which travels in bfloat16."""
-
-
-def matrix_exchange_nbytes(elements: int, own: int) -> int:
-    """Count the bytes by which Muon's update of a matrix goes to its owner, orthogonalized, and comes back.
-
-    In ZeRO-3 over dp, and where the matrix is split over tp over that, by all-to-alls once a step.
-
-    elements   of the matrix, or of its part where that is gathered over dp first
-    own        those of them that the owner has anyhow
-    """
-    return 2 * (elements - own) * MATRIX_UPDATE_ITEMSIZE
-
-
 def expected_nbytes(
     comm: Ranks,
     buckets: Iterable[FlatBuffer],
