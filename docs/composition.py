@@ -11,8 +11,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 
 from hpcpar.errors import HpcparError
-from hpcpar.mesh import Layout
-from hpcpar.training.composition import FEATURES, refusal
+from hpcpar.training.composition import FEATURES, refusal, smallest_layout
 from hpcpar.training.config import parse
 
 TEXT = """\
@@ -25,7 +24,7 @@ A run is held to them on every rank before anything starts.
 compares losses, norms, parameters and bytes with one process. **·** are two values of one thing. A number is the
 reason of a refusal, below.
 
-Each axis has 2 ranks here; sizes that do not divide among the ranks are refused, too, with the nearest that do.
+Each axis has 2 ranks here, or 4 with sets of shards (HSDP); sizes that do not divide among the ranks are refused, too, with the nearest that do.
 
 {table}
 
@@ -48,8 +47,7 @@ def reason_against(*features: Mapping[str, str]) -> str | None:
     size = ("train.sequence=16", "train.global_batch=8", "train.microbatch=2")
     try:
         config = parse("", source="", overrides=(*size, *(f"{key}={value}" for key, value in told.items())))
-        degrees = config.mesh.model_dump()
-        return refusal(config, Layout(**{**degrees, "dp": 2}))
+        return refusal(config, smallest_layout(config))
     except HpcparError as error:
         return str(error)
 

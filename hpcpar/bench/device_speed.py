@@ -4,6 +4,7 @@ matrix products      of depth 1024 and 64: peak, and the depth at which half of 
 elementwise          a sum of two large arrays: bytes read and written per second
 attention            torch's scaled_dot_product_attention, causal
 launch               a sum of two numbers: what starting any kernel takes
+training steps       of two small models: the share of all these rates that real layers reach, by the planner
 
 On CPUs as many processes as ranks share a node measure at once, as they will compute at once.
 """
@@ -11,10 +12,11 @@ On CPUs as many processes as ranks share a node measure at once, as they will co
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,10 +25,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hpcpar.data_parallel.process_memory import available_on_node
 from hpcpar.errors import OperationError
+from hpcpar.models import Llama, LlamaConfig
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.estimate import estimate
+from hpcpar.planner.layout import Layout
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.strategy import Strategy
 from hpcpar.units import GB, GiB, MiB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROWS, DEEP, SHALLOW = 512, 1024, 64
 TOKENS, HEADS, HEAD_SIZE = 512, 4, 64
+MODELS, SEQUENCES, SEQUENCE = ("tiny", "5m"), 8, 128
 ELEMENTWISE_NBYTES = 32 * MiB
 SECONDS = 0.3
 """Of each measurement."""
@@ -40,6 +54,7 @@ class DeviceSpeed:
     depth              K at which a float32 product reaches half of that
     attention          FLOP/s of causal attention over peak, half of the scores counted
     memory_bandwidth   bytes/s of elementwise kernels
+    reached            share of these rates in training steps
     """
 
     name: str
@@ -50,6 +65,7 @@ class DeviceSpeed:
     memory_bandwidth: float
     launch_s: float
     units: int = 1
+    reached: float = 1.0
 
 
 def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
@@ -69,7 +85,7 @@ def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
     added = _seconds(lambda: torch.add(first, second, out=out), device)
     one = torch.ones(1, device=device)
     total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
-    return DeviceSpeed(
+    speed = DeviceSpeed(
         name=torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {threads} threads",
         memory_nbytes=total,
         peak_flops=peaks,
@@ -79,6 +95,37 @@ def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
         launch_s=_seconds(lambda: torch.add(one, one, out=one), device),
         units=torch.cuda.get_device_properties(device).multi_processor_count if device != "cpu" else 1,
     )
+    return replace(speed, reached=_reached(speed, device))
+
+
+def _reached(speed: DeviceSpeed, device: str) -> float:
+    """Return predicted over measured seconds of training steps on this device alone, at most 1."""
+    precision = "float32" if device == "cpu" else "bfloat16"
+    link = {"alpha_intra": 1e-6, "beta_intra": 1e-9}
+    table = tomllib.loads(machine_toml("alone", speed, link, nodes=1, ranks_per_node=1))
+    cluster = Cluster.from_table(table, where="measured", name="alone")
+    ratios = []
+    for preset in MODELS:
+        config = LlamaConfig.preset(preset)
+        strategy = Strategy(Layout(), SEQUENCES, SEQUENCES, SEQUENCE, precision=precision)
+        predicted_s = estimate(ModelShape.from_llama(config), cluster, strategy).step_s
+        step = _training_step(config, getattr(torch, precision), device)
+        ratios.append(predicted_s / _seconds(step, device))
+    return min(1.0, statistics.geometric_mean(ratios))
+
+
+def _training_step(config: LlamaConfig, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    """Return a step of a model on random tokens."""
+    model = Llama(config, seed=0).to(device=device, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(config.vocab_size, (SEQUENCES, SEQUENCE), device=device)
+
+    def step() -> None:
+        model.loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def measure_together(ranks: int, threads: int) -> DeviceSpeed:
@@ -91,8 +138,7 @@ def measure_together(ranks: int, threads: int) -> DeviceSpeed:
         raise OperationError(
             "the node does not tell its memory (/proc/meminfo); write the machine's file by hand"
         )
-    fields = {**vars(middle), "memory_nbytes": memory // ranks}
-    return DeviceSpeed(**fields)
+    return replace(middle, memory_nbytes=memory // ranks)
 
 
 def _product_rate(dtype: torch.dtype, depth: int, device: str) -> float:
@@ -140,7 +186,7 @@ nodes = {nodes}
 
 [device]
 name = "{speed.name}"
-memory_gib = {speed.memory_nbytes / GiB:.4g}
+memory_gib = {max(speed.memory_nbytes, MiB) / GiB:.4g}
 memory_gb_per_s = {speed.memory_bandwidth / GB:.4g}
 units = {speed.units}
 launch_us = {speed.launch_s * 1e6:.4g}
@@ -149,9 +195,9 @@ launch_us = {speed.launch_s * 1e6:.4g}
 {peaks}
 
 [device.efficiency]
-matrix = 1.0
-attention = {min(1.0, speed.attention):.3g}
-memory = 1.0
+matrix = {speed.reached:.3g}
+attention = {min(1.0, speed.attention) * speed.reached:.3g}
+memory = {speed.reached:.3g}
 depth = {speed.depth:.4g}
 
 {links}"""

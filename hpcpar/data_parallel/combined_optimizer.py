@@ -137,6 +137,11 @@ def is_muon(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Muon) and steps_as_torch_does(optimizer)
 
 
+def has_muon(optimizer: Optimizer) -> bool:
+    """Return whether torch's Muon is an optimizer, or one of a combined one, even if it has no parameters."""
+    return any(map(is_muon, parts_of(optimizer)))
+
+
 def steps_on_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether torch's Muon steps on a group of this optimizer."""
     if isinstance(optimizer, CombinedOptimizer):

@@ -2,7 +2,7 @@
 
     torch's own, and heirs that leave its step alone      taken by their names
     those of KNOWN                                        taken, once their options have passed a trial
-    those of WHOLE, whoever wrote them                    refused, with the reason
+    those of WHOLE, whoever wrote them                    refused, with the reason; but see matrix_step
     all others                                            taken at their user's word, after a trial
 
 A trial runs the optimizer, with the options of each of its groups, once on a matrix as a whole, once on the
@@ -27,7 +27,8 @@ WHOLE = {
     "LBFGS": "its search direction is a product of the gradients of all parameters",
     "SparseAdam": "it takes sparse gradients, and shards hold dense ones",
     "Adafactor|CAME|SM3": "it keeps the means of a matrix's rows and columns",
-    "Muon|Dion": "it makes the whole matrix of a layer's momentum orthogonal",
+    "Muon|Dion": "it makes the whole matrix of a layer's momentum orthogonal, which "
+    "hpcpar.DistributedOptimizer does for torch.optim.Muon itself, alone or in a CombinedOptimizer",
     "Shampoo|SOAP|KFAC|K_?FAC|Kron|PSGD": "it multiplies the whole matrix of a layer by preconditioners",
     "GaLore|APOLLO|Fira": "it projects the whole matrix of a layer",
     "Prodigy|DAdapt|L?DoG$|Mechanic": "it estimates its rate from products over all parameters",

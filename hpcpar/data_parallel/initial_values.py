@@ -63,13 +63,17 @@ class InitialValues:
                 for (name, parameter, owners), layout, (start, stop) in zip(
                     entries, layouts, places, strict=True
                 ):
-                    view_as(whole, start, stop, layout).copy_(self._value(name, parameter, owners))
+                    value = self._value(name, parameter, owners)
+                    # A value that lies in a file is read where it is copied, and other ranks' parts are not.
+                    if not is_local or (start < shard.stop and shard.start < stop):
+                        view_as(whole, start, stop, layout).copy_(value)
         if is_local:
             assert whole is not None, "just filled"
             return whole[shard.start : shard.stop]
         own = torch.empty(shard.stop - shard.start, dtype=dtype, device=device)
         counts = [shard.stop - shard.start] * comm.size
-        scattered: Tensor = comm.scatter(whole, out=own, counts=counts)
+        for_all = None if whole is None else whole.repeat(comm.size // self._comms.shards(bucket.replicas))
+        scattered: Tensor = comm.scatter(for_all, out=own, counts=counts)
         return scattered
 
     def fill_buffers(self, device: torch.device | str | None) -> None:

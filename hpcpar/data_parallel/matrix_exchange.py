@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hpcpar.data_parallel.matrix_owners import balanced_owners, matrix_cost, rounds_of
 from hpcpar.data_parallel.parameters import Layout, in_memory_order
+from hpcpar.planner.muon import matrix_exchange_nbytes
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -113,8 +114,9 @@ class MatrixHop:
             for rank in range(comm.size)
         ]
         self._here = [sum(lengths[item][rank] for item in self.own) for rank in range(comm.size)]
-        elements = sum(sum(lengths[item]) - lengths[item][owners[item]] for item in everything)
-        self.nbytes = 2 * elements * TRAVELS_AS.itemsize
+        self.nbytes = sum(
+            matrix_exchange_nbytes(sum(lengths[item]), lengths[item][owners[item]]) for item in everything
+        )
         """Bytes that all ranks of the communicator send, there and back."""
 
     def start(self, parts: Sequence[Tensor]) -> Handle:
@@ -140,14 +142,13 @@ class MatrixHop:
         return range(self.comm.size)
 
     def _start(self, parts: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]) -> Handle:
-        # As integers of the same width: they are moved, not worked on.
-        flats = [part.reshape(-1).view(torch.int16) for part in parts]
-        buffer = torch.cat(flats or [torch.empty(0, dtype=torch.int16, device=self._device)])
+        flats = [part.reshape(-1) for part in parts]
+        buffer = torch.cat(flats or [torch.empty(0, dtype=TRAVELS_AS, device=self._device)])
         return self.comm.start_alltoall(buffer, send_counts=send, receive_counts=receive)
 
     @staticmethod
     def _cut(handle: Handle, lengths: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-        flat = handle.wait().view(TRAVELS_AS)
+        flat = handle.wait()
         pieces = iter(flat.split([length for each in lengths for length in each]))
         return [[next(pieces) for _ in each] for each in lengths]
 

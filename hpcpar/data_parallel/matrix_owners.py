@@ -11,25 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NEWTON_SCHULZ_STEPS = 5
-"""Iterations that torch's Muon does by default."""
-
-
-def orthogonalization_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEPS) -> int:
-    """Return the FLOPs of Newton-Schulz iterations on a matrix.
-
-    With m the shorter and n the longer side, X [m, n], an iteration has three matrix products, of 2abc FLOPs
-    for [a, b] by [b, c]:
-
-        A = X Xᵀ            [m, n] by [n, m]   2m²n
-        B = bA + cA A       [m, m] by [m, m]   2m³
-        X = aX + B X        [m, m] by [m, n]   2m²n
-
-    returns  steps · (4m²n + 2m³)
-    source   Jordan 2024, Muon, kellerjordan.github.io/posts/muon (FLOPs analysis)
-    """
-    m, n = sorted((rows, columns))
-    return steps * (4 * m * m * n + 2 * m**3)
+from hpcpar.planner.muon import orthogonalization_flops
 
 
 def balanced_owners(costs: Sequence[int], size: int) -> list[int]:

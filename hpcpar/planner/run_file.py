@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpcpar.planner.experts import Experts
 from hpcpar.planner.layout import AXES
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import PRESETS, LlamaConfig
+from hpcpar.planner.stages import stages_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,8 +79,8 @@ def read_run(name: str) -> PlannedRun:
         for section, entries in stage.items():
             table[section] = {**table.get(section, {}), **entries} if isinstance(entries, dict) else entries
     train, recipe, mesh = (table.get(section, {}) for section in ("train", "recipe", "mesh"))
-    if "shape" in recipe:
-        model = ModelShape.named(recipe["shape"])
+    # A preset with changes is another model; the file's name says which.
+    model = replace(ModelShape.named(recipe["shape"]) if "shape" in recipe else model, name=path.stem)
     fixed = {}
     for key, (section, entry) in OF_TRAINER.items():
         value = table.get(section, {}).get(entry)
@@ -135,7 +136,7 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
         "model": _model_table(estimate.model, run),
         "train": train,
         "optimizer": {"zero_stage": strategy.zero_stage},
-        "mesh": {axis: layout.degree(axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "mesh": layout.degrees,
         "output": {"directory": f"runs/{estimate.model.name}"},
     }
     if strategy.offload is not None:
@@ -148,6 +149,8 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
         tables["pipeline"] = {"schedule": strategy.schedule}
         if strategy.stages_per_rank is not None:
             tables["pipeline"]["stages_per_rank"] = strategy.stages_per_rank
+        # What was priced; by itself the trainer would balance FLOPs, which is not always the same.
+        tables["pipeline"]["balance"] = [stage.layers for stage in stages_of(estimate.model, strategy)]
     head = [
         f"# by hpcpar plan: {estimate.model.name} on {cluster.nodes} nodes of {cluster.name},",
         f"# {strategy}",

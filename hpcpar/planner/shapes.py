@@ -280,6 +280,10 @@ class LlamaConfig:
         norms = hidden + self.layers * (2 * hidden + sum(self.query_key_norms))
         return embeddings + norms + layers
 
+    def layer_matrix_parameters(self) -> int:
+        """Count the parameters of the layers' matrices, routers and experts among them: those of Muon."""
+        return sum(self._layer_weights(layer, active=False) for layer in range(self.layers))
+
     def expert_parameters(self) -> int:
         """Count the parameters of all experts that tokens choose among: those that ep divides."""
         if self.experts is None:

@@ -7,12 +7,18 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.context_parallel import ContextParallel
 from hpcpar.data import Prepared, Tokenizer, prepare
-from hpcpar.data_parallel import DistributedOptimizer, Precision, broadcast_parameters, fully_shard
+from hpcpar.data_parallel import (
+    CombinedOptimizer,
+    DistributedOptimizer,
+    Precision,
+    broadcast_parameters,
+    fully_shard,
+)
 from hpcpar.errors import ConfigError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
@@ -22,6 +28,7 @@ from hpcpar.models.balancing import Balancing
 from hpcpar.models.expert_ranks import ExpertRanks
 from hpcpar.models.hugging_face_files import stored_values
 from hpcpar.models.initialise import initial_value
+from hpcpar.models.llama import EMBEDDING, HEAD
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel, own_shard
 from hpcpar.training.composition import require_heads_to_exchange
@@ -137,11 +144,13 @@ def build_model(
     tp: TensorParallel,
     context: ContextParallel | None = None,
     experts: ExpertRanks | None = None,
+    shard_ranks: int | None = None,
 ) -> Llama:
     """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
 
     context   ranks that share each sequence
     experts   ranks that divide the experts
+    shard_ranks   as of `fully_shard`
 
     With zero_stage = 3 a rank holds only its shard of that part, of a Hugging Face model read from its files;
     in other stages `read_start` reads them.
@@ -163,6 +172,7 @@ def build_model(
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
+            shard_ranks=shard_ranks,
             values=lambda name, tensor: own_shard(tensor, value_of(name)),
             device=device,
         )
@@ -213,11 +223,13 @@ def build_optimizer(
     *,
     tied: Mapping[str, bool] | None = None,
     backwards: int = 1,
+    shard_ranks: int | None = None,
 ) -> DistributedOptimizer:
     """Build the configured optimizer, on gradients averaged over `dp_comm`.
 
     tied        parameters of which other stages have copies: see DistributedOptimizer
     backwards   in a step, without `no_sync`
+    shard_ranks   as of DistributedOptimizer
     """
     section = config.optimizer
     return DistributedOptimizer(
@@ -236,6 +248,7 @@ def build_optimizer(
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,
+        shard_ranks=None if section.zero_stage == 3 else shard_ranks,
     )
 
 
@@ -253,12 +266,28 @@ def _plain_dtype(config: Config) -> torch.dtype:
 
 
 def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
-    """Build the torch optimizer, which decays matrices and not vectors."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Build the torch optimizer, which decays matrices and not vectors.
+
+    muon   is for the matrices of layers, AdamW for embeddings, the output projection and vectors
+    """
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() >= 2]
+    vectors = {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}
+    if section.name == "muon":
+        layers = [p for name, p in named if p.dim() == 2 and not name.endswith((EMBEDDING, HEAD))]
+        own = set(map(id, layers))
+        rest = {"params": [p for p in matrices if id(p) not in own], "weight_decay": section.weight_decay}
+        muon = Muon(
+            [{"params": layers}],
+            lr=section.learning_rate,
+            weight_decay=section.weight_decay,
+            momentum=section.muon_momentum,
+            adjust_lr_fn=section.muon_scale,
+        )
+        rate = section.rate_of("AdamW")
+        adamw = AdamW([rest, vectors], lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
+        return CombinedOptimizer(muon, adamw)
+    groups = [{"params": matrices, "weight_decay": section.weight_decay}, vectors]
     if section.name == "sgd":
         return SGD(groups, lr=section.learning_rate, momentum=section.momentum)
     return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.epsilon, fused=True)

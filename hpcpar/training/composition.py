@@ -69,6 +69,22 @@ def _an_expert_on_each_rank(config: Config, layout: Layout) -> str | None:
     )
 
 
+def _sets_of_shards(config: Config, layout: Layout) -> str | None:
+    if layout.dp_shard is None:
+        return None
+    if config.optimizer.zero_stage == 0:
+        return (
+            f"mesh.dp_shard = {layout.dp_shard} with optimizer.zero_stage = 0: nothing is sharded; set "
+            "optimizer.zero_stage=1, 2 or 3, or leave mesh.dp_shard out"
+        )
+    if config.optimizer.shared_parameters:
+        return (
+            f"mesh.dp_shard = {layout.dp_shard} with optimizer.shared_parameters: a node has its parameters "
+            "once as it is; leave one of them out"
+        )
+    return None
+
+
 def _shared_experts(config: Config, layout: Layout) -> str | None:
     if not config.optimizer.shared_parameters or config.model_config_for(1).experts is None:
         return None
@@ -136,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     _recompute_layers,
     _equal_parts_of_sequences,
     _an_expert_on_each_rank,
+    _sets_of_shards,
     _shared_experts,
     _stages_to_balance,
     _zero_in_a_pipeline,
@@ -180,6 +197,13 @@ FEATURES: dict[str, dict[str, Options]] = {
         for stage in (1, 2, 3)
     }
     | {
+        f"ZeRO-{stage} HSDP": (
+            *(f"optimizer.zero_stage={stage}", "mesh.dp=4", "mesh.dp_shard=2"),
+            "train.microbatch=1",
+        )
+        for stage in (1, 2, 3)
+    }
+    | {
         f"ZeRO-{stage} shared": (
             *(f"optimizer.zero_stage={stage}", "optimizer.shared_parameters=true"),
             *("mesh.dp=2", "train.microbatch=1"),
@@ -209,6 +233,15 @@ FEATURES: dict[str, dict[str, Options]] = {
     "accumulation": {"accumulation": ("train.microbatch=1",)},
     "embeddings": {"tied embeddings": ("model.tie_embeddings=true",)},
     "optimizer state": {"offload": ("optimizer.offload=cpu",)},
-    "optimizer": {"sgd": ("optimizer.name=sgd",), "adamw": ("optimizer.name=adamw",)},
+    "optimizer": {name: (f"optimizer.name={name}",) for name in ("sgd", "adamw", "muon")},
 }
 """By dimension, of which a run takes one or none: the features, and their options on 2 ranks of each axis."""
+
+
+def smallest_layout(config: Config) -> Layout:
+    """Return the layout of a configuration on as few ranks as can be; ep adds to dp what it needs."""
+    degrees = config.mesh.model_dump()
+    if degrees["dp"] == -1:
+        others = degrees["cp"] * degrees["tp"] // degrees["etp"]
+        degrees["dp"] = -(-degrees["ep"] // others)
+    return Layout.fit(degrees["pp"] * degrees["dp"] * degrees["cp"] * degrees["tp"], **degrees)

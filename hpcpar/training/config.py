@@ -200,6 +200,12 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """The optimizer, and how its gradients are reduced.
 
+    name           muon steps on the layers' matrices (torch.optim.Muon, with Nesterov's momentum), and AdamW
+                   on embeddings, the output projection and vectors
+    adam_learning_rate   of what AdamW steps on with name = "muon"; None = learning_rate
+    momentum       of sgd; muon's is muon_momentum
+    muon_scale     of muon's updates: match_rms_adamw makes them as large as AdamW's, so that its learning
+                   rate and weight decay fit (arXiv 2502.16982); original is Jordan's, for rates as 0.02
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
@@ -213,11 +219,14 @@ class OptimizerSection(Section):
     prefetch       layers that stage 3 gathers ahead
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    adam_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     bucket_mib: float | None = Field(default=None, ge=BYTE_MIB, allow_inf_nan=False)
@@ -229,6 +238,16 @@ class OptimizerSection(Section):
     moments: Literal["bfloat16"] | None = None
     shared_parameters: bool = False
     prefetch: int = Field(default=1, ge=0)
+
+    @field_validator("adam_learning_rate")
+    @classmethod
+    def _is_about_muon(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("name") != "muon":
+            raise ValueError(
+                "is of what muon leaves to AdamW, and optimizer.name is another; set "
+                "optimizer.learning_rate, or optimizer.name=muon, too"
+            )
+        return value
 
     @field_validator("algorithm")
     @classmethod
@@ -245,7 +264,20 @@ class OptimizerSection(Section):
     def _is_about_shards(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("zero_stage") == 0:
             raise ValueError("without ZeRO each rank updates all parameters; set optimizer.zero_stage=1, too")
+        if value and info.data.get("name") == "muon":
+            raise ValueError("muon's ranks own matrices of different sizes; leave it out, or use adamw")
         return value
+
+    @property
+    def moment_counts(self) -> tuple[int, int]:
+        """Moments per parameter of the layers' matrices, and of all others."""
+        counts = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1) if self.momentum else (0, 0)}
+        return counts[self.name]
+
+    def rate_of(self, optimizer: str) -> float:
+        """Return the highest learning rate of what an optimizer of this class steps on."""
+        adam = self.name == "muon" and optimizer == "AdamW"
+        return self.adam_learning_rate if adam and self.adam_learning_rate else self.learning_rate
 
 
 class ScheduleSection(Section):
@@ -268,6 +300,8 @@ class MeshSection(Section):
     tp   tensor: ranks that share each layer
     ep   expert: ranks that divide the experts, folded out of dp × cp × tp / etp
     etp  ranks that each expert is split over: 1, or as tp
+    dp_shard   dp ranks that share a set of ZeRO's shards, as those of a node; shards of gradients are
+               averaged over the other sets (HSDP). -1 = all of dp
     """
 
     pp: int = 1
@@ -276,6 +310,7 @@ class MeshSection(Section):
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    dp_shard: int = -1
 
 
 class PipelineSection(Section):

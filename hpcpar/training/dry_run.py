@@ -1,4 +1,4 @@
-"""Memory and traffic of a run by the planner's formulas, without starting it: `hpcpar train … --dry-run`."""
+"""Memory, traffic and time of a run by the planner, without starting it: `hpcpar train … --dry-run`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import replace
 
 from hpcpar.comm import Communicator
 from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.training.config import Config
 from hpcpar.training.hugging_face_start import with_hugging_face
 from hpcpar.training.prediction import estimate_of
 from hpcpar.training.recipes import SCALED_RANKS, Recipe
-from hpcpar.units import format_nbytes
+from hpcpar.units import format_duration, format_nbytes
 
 
 def describe(configs: Sequence[Config], machine: str | None, about: Recipe | None = None) -> str:
-    """Return, for each stage, layout, batch, memory of the rank that needs most, and bytes by axis.
+    """Return, for each stage, layout, batch, memory of the fullest rank, bytes by axis, and time.
 
     machine   a name of `hpcpar.planner.cluster`, or the path of a file; None: as `cluster_of`
     about     the recipe that the configurations are of
@@ -25,14 +26,17 @@ def describe(configs: Sequence[Config], machine: str | None, about: Recipe | Non
     cluster = cluster_of(machine)
     configs = [with_hugging_face(config, Communicator.alone()) for config in configs]
     lines = [] if about is None else list(_about(about, configs[0]))
-    shapes = [("", _own_shape(configs[0]))]
+    own = _own_shape(configs[0])
+    shapes = {"": own}
     if about is not None and about.shape is not None and about.is_full:
-        shapes.insert(0, ("as published, ", ModelShape.named(about.shape)))
-        shapes[1] = ("as trained here, ", shapes[1][1])
+        shapes = {"published model, ": ModelShape.named(about.shape), "model as trained here, ": own}
     for number, config in enumerate(configs, 1):
-        for which, shape in shapes:
+        for which, shape in shapes.items():
+            found = estimate_of(config, shape, cluster)
             stage = f"stage {number} of {len(configs)}, " if len(configs) > 1 else ""
-            lines += ["", *_of_stage(config, shape, cluster, f"{stage}{which}")]
+            lines += ["", *_of_stage(config, found, f"{stage}{which}")]
+            # Ranks of a scaled form share cores, which no prediction of time takes into account.
+            lines += [] if machine is None else [_speed(found)]
     return "\n".join(lines)
 
 
@@ -59,9 +63,15 @@ def _about(about: Recipe, config: Config) -> Iterator[str]:
     yield f"parameters: {total:,}{met}" + (f"; published: {published:,.0f}" if published else "")
 
 
-def _of_stage(config: Config, shape: ModelShape, cluster: Cluster, which: str) -> Iterator[str]:
-    found = estimate_of(config, shape, cluster)
-    strategy, worst = found.strategy, found.worst
+def _speed(found: Estimate) -> str:
+    return (
+        f"  predicted: {format_duration(found.step_s)} a step, "
+        f"{found.flops_per_device / 1e12:,.0f} TFLOP/s a device, MFU {found.mfu:.0%} ({found.mfu_convention})"
+    )
+
+
+def _of_stage(config: Config, found: Estimate, which: str) -> Iterator[str]:
+    strategy, worst, cluster = found.strategy, found.worst, found.cluster
     until = f"until step {config.train.last_step:,}: " if config.train.until else ""
     size = strategy.layout.size
     nodes = -(-size // cluster.devices_per_node)

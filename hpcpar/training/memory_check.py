@@ -27,24 +27,34 @@ def memory_need(
     node_sharers   ranks of a node that hold the parameters in common; 1 = each has its own
     """
     section, experts = config.optimizer, sizes.expert_parameters()
-    own = (sizes.parameters() - experts) // (layout.tp * layout.pp)
+    stage, ways = section.zero_stage, layout.tp * layout.pp
     own_experts = experts // (layout.ep * layout.etp * layout.pp)
-    stage, parameters = section.zero_stage, own + own_experts
-    widths = StateWidths.of(
-        config.train.precision,
-        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
-        moment_dtype=section.moments,
-        sum_dtype=section.reduction,
-    )
-    state = Counter(
-        model_state_nbytes(own, widths, stage=stage, ranks=layout.dp * layout.cp, node_sharers=node_sharers)
-    )
-    state.update(model_state_nbytes(own_experts, widths, stage=stage, ranks=layout.edp))
+    matrices = (sizes.layer_matrix_parameters() - experts) // ways
+    others = (sizes.parameters() - experts) // ways - matrices
+    of_matrices, of_others = (state_widths(config, moments) for moments in section.moment_counts)
+    state: Counter[str] = Counter()
+    for parameters, widths, ranks, sharers in (
+        (matrices, of_matrices, layout.dp * layout.cp, node_sharers),
+        (others, of_others, layout.dp * layout.cp, node_sharers),
+        (own_experts, of_matrices, layout.edp, 1),
+    ):
+        state.update(model_state_nbytes(parameters, widths, stage=stage, ranks=ranks, node_sharers=sharers))
+    built = (matrices + others + own_experts) * of_matrices.building
     return MemoryNeed.of(
         state,
-        building_nbytes=0 if stage == 3 else parameters * widths.building,
+        building_nbytes=0 if stage == 3 else built,
         offload=section.offload,
         on_gpu=on_gpu,
+    )
+
+
+def state_widths(config: Config, moments: int) -> StateWidths:
+    """Return the bytes of model state per parameter, with so many moments of the optimizer."""
+    return StateWidths.of(
+        config.train.precision,
+        moments=moments,
+        moment_dtype=config.optimizer.moments,
+        sum_dtype=config.optimizer.reduction,
     )
 
 

@@ -12,10 +12,12 @@ machine (`hpcpar bench fit … --machine own`).
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from rich.table import Table
 
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.mesh import DEGREES, Layout
+from hpcpar.mesh import Layout
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.activations import llama_ends_nbytes
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.memory import STATE, StateWidths
+from hpcpar.planner.memory import STATE
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.software import HPCPAR
@@ -36,6 +38,7 @@ from hpcpar.planner.stage_memory import ACTIVATIONS
 from hpcpar.planner.stages import chunks_alive, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 from hpcpar.training.config import Config, MeshSection
+from hpcpar.training.memory_check import state_widths
 from hpcpar.training.traffic_report import TrafficLine
 from hpcpar.units import format_duration, format_nbytes
 
@@ -129,14 +132,14 @@ def strategy_of(config: Config) -> Strategy:
 
 def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
     """Return the planner's estimate of a step, with the configured optimizer's widths."""
-    section = config.optimizer
-    widths = StateWidths.of(
-        config.train.precision,
-        moments=2 if section.name == "adamw" else 1 if section.momentum else 0,
-        moment_dtype=section.moments,
-        sum_dtype=section.reduction,
-    )
-    software = replace(HPCPAR, optimizer_bytes=widths.optimizer, gradient_bytes=widths.gradients)
+    matrices, others = (state_widths(config, moments) for moments in config.optimizer.moment_counts)
+    average = matrices.optimizer
+    if matrices != others:
+        # The planner knows one width: that of the whole model's average parameter, rounded up.
+        sizes = config.model_config_for(shape.vocab_size)
+        share = Fraction(sizes.layer_matrix_parameters(), sizes.parameters())
+        average = math.ceil(share * matrices.optimizer + (1 - share) * others.optimizer)
+    software = replace(HPCPAR, optimizer_bytes=average, gradient_bytes=matrices.gradients)
     return estimate(shape, cluster, strategy_of(config), software)
 
 
@@ -166,9 +169,7 @@ def predict(
     machine   the file of this machine's description
     step_s    median seconds of a step; None: no step was done
     """
-    config = config.model_copy(
-        update={"mesh": MeshSection(**{axis: layout.degree(axis) for axis in DEGREES})}
-    )
+    config = config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
     shape = ModelShape.from_llama(sizes, config.model.preset)
     missing: list[str] = []
     found: Estimate | None = None

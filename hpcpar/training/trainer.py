@@ -135,11 +135,14 @@ class Run:
             self.tp,
             self.sequences.context,
             self._experts,
+            self.mesh.layout.shard_ranks,
         )
         read_start(model, config, self.comm)
         # Counted before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
-        self.optimizer = build_optimizer(config, model, self.mesh.replicas)
+        self.optimizer = build_optimizer(
+            config, model, self.mesh.replicas, shard_ranks=self.mesh.layout.shard_ranks
+        )
         microbatches = self.batches.microbatches(config.train.global_batch)
         self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
 
@@ -161,7 +164,12 @@ class Run:
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         tied = TiedWeights(mesh.pp, model.tied_parameters())
         self.optimizer = build_optimizer(
-            config, model, self.mesh.replicas, tied=copies_here(model, tied), backwards=microbatches
+            config,
+            model,
+            self.mesh.replicas,
+            tied=copies_here(model, tied),
+            backwards=microbatches,
+            shard_ranks=mesh.layout.shard_ranks,
         )
         self.worker = PipelinedModel(model, schedule, mesh, tied, self.optimizer, self.sequences)
 
@@ -250,7 +258,7 @@ class Run:
                     {
                         "step": step,
                         "loss": loss,
-                        "learning_rate": self._learning_rate(step),
+                        "learning_rate": self._learning_rate(step, self.config.optimizer.learning_rate),
                         "gradient_norm": float(result.gradient_norm),
                         "tokens": self.tokens_after(step + 1),
                         "tokens_per_s": self.tokens_per_step / step_s,
@@ -306,16 +314,17 @@ class Run:
         with span(trace, "data"):
             tokens, targets = self.batches.training_batch(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
+            peak = self.config.optimizer.rate_of(group.get("optimizer", ""))
+            group["lr"] = self._learning_rate(step, peak)
         clip_norm = self.config.optimizer.clip_norm or math.inf
         return train_step(self.worker, tokens, targets, clip_norm=clip_norm, trace=trace)
 
-    def _learning_rate(self, step: int) -> float:
+    def _learning_rate(self, step: int, peak: float) -> float:
         steps, schedule = self.config.train.steps, self.config.schedule
         return learning_rate(
             step,
             steps=steps,
-            peak=self.config.optimizer.learning_rate,
+            peak=peak,
             warmup_steps=int(schedule.warmup_fraction * steps),
             final_fraction=schedule.final_fraction,
         )

@@ -53,3 +53,4 @@ def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < found.memory_bandwidth < 1e13
     assert 0 < found.launch_s < 1e-2
     assert found.depth >= 0
+    assert 0 < found.reached <= 1

@@ -19,6 +19,15 @@ def test_two_ranks_cut_the_bucket_as_drawn() -> None:
     assert [shard_of(drawn(), rank, 2).end for rank in (0, 1)] == [8, 7]
 
 
+def test_a_bucket_of_whole_matrices_is_cut_between_them() -> None:
+    bucket = Bucket((2, 1, 0), (0, 6, 10, 18), 4, "float32", counts=(10, 0, 8))
+    assert [shard_of(bucket, rank, 3) for rank in range(3)] == [
+        Shard(0, 10, (Piece(2, 0, 6, 0), Piece(1, 0, 4, 6))),
+        Shard(10, 10, ()),
+        Shard(10, 18, (Piece(0, 0, 8, 0),)),
+    ]
+
+
 def test_one_rank_has_all_of_it() -> None:
     bucket = Bucket((1, 0), (0, 2, 5), 4, "float32")
     assert shard_of(bucket, 0, 1) == Shard(0, 5, (Piece(1, 0, 2, 0), Piece(0, 0, 3, 2)))

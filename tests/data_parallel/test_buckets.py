@@ -51,6 +51,43 @@ def test_the_default_first_bucket_is_small() -> None:
     assert buckets[1].nbytes == 25 * MiB
 
 
+def test_matrices_have_buckets_of_their_own_and_lie_by_their_owners() -> None:
+    #   0: a vector; 1, 2 and 3: matrices that cost 9, 4 and 4, of which rank 0 owns 1, and rank 1 the others
+    extents = [
+        Extent(3, 4, "float32"),
+        *(Extent(n, 4, "float32", cost=c) for n, c in [(6, 9), (4, 4), (4, 4)]),
+    ]
+    vectors, matrices = sorted(assign(extents, shards=lambda _: 2), key=lambda bucket: len(bucket.members))
+    assert (vectors.members, vectors.padding, vectors.counts) == ((0,), 1, None)
+    assert (matrices.members, matrices.edges, matrices.padding) == ((1, 3, 2), (0, 6, 10, 14), 0)
+    assert matrices.counts == (6, 8)
+    assert [matrices.shard_range(rank, 2) for rank in (0, 1)] == [(0, 6), (6, 14)]
+    assert [vectors.shard_range(rank, 2) for rank in (0, 1)] == [(0, 2), (2, 4)]
+
+
+def test_matrices_are_as_others_where_nothing_is_sharded() -> None:
+    extents = [Extent(3, 4, "float32"), Extent(6, 4, "float32", cost=9)]
+    (bucket,) = assign(extents)
+    assert (bucket.members, bucket.counts) == ((1, 0), None)
+
+
+def test_owners_are_balanced_over_all_buckets_among_the_ranks_with_copies() -> None:
+    matrices = [Extent(4, 4, "float32", cost=2) for _ in range(6)]
+    experts = [Extent(4, 4, "float32", "edp", 2) for _ in range(3)]
+    buckets = assign(
+        [*matrices, *experts],
+        bucket_bytes=16,
+        first_bucket_bytes=16,
+        shards=lambda replicas: 3 if replicas is None else 1,
+    )
+    owned = [
+        sum(bucket.counts[rank] for bucket in buckets if bucket.counts and bucket.replicas is None)
+        for rank in range(3)
+    ]
+    assert owned == [8, 8, 8]
+    assert {bucket.counts for bucket in buckets if bucket.replicas} == {(4,)}
+
+
 def test_a_bucket_of_no_bytes_is_refused() -> None:
     with pytest.raises(OperationError, match="bucket_bytes=0: a bucket holds at least 1 byte"):
         assign(floats(1), bucket_bytes=0)

@@ -8,7 +8,6 @@ from hpcpar.data_parallel.matrix_owners import (
     balanced_owners,
     imbalance,
     matrix_cost,
-    orthogonalization_flops,
     rounds_of,
 )
 
@@ -19,12 +18,6 @@ def test_the_drawn_case() -> None:
     assert owners == [0, 1, 1, 0, 1, 0]
     assert rounds_of(costs, owners, 2) == [[0, 1], [3, 2], [5, 4]]
     assert imbalance(costs, owners, 2) == pytest.approx(18 / 17.5)
-
-
-def test_flops_count_three_matrix_products_an_iteration_whichever_side_is_longer() -> None:
-    m, n = 4, 10
-    products = 2 * m * n * m + 2 * m * m * m + 2 * m * m * n
-    assert orthogonalization_flops(m, n) == orthogonalization_flops(n, m) == 5 * products
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 32, 64])

@@ -47,7 +47,8 @@ class Products(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, gradients: Iterator[Tensor]) -> Tensor:
-        return torch.stack([(p * own_shard(p, next(gradients))).sum() for p in self.parameters()]).sum()
+        products = [(p * own_shard(p, next(gradients)).to(p.device)).sum() for p in self.parameters()]
+        return torch.stack(products).sum()
 
 
 class Network(nn.Module):

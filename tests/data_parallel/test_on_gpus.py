@@ -8,9 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, fully_shard
+from hpcpar.data_parallel import (
+    DistributedOptimizer,
+    broadcast_parameters,
+    fully_shard,
+    summon_full_parameters,
+)
 from hpcpar.launch.binding import gpu_for
 from hpcpar.partition import bounds
+from tests.data_parallel.test_matrix_step import Network, gradients_of, muon_with_adamw
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -88,3 +94,26 @@ def test_replicas_on_gpus_follow_one_process(
             parameter.copy_(value)
         difference = float((found - serial_model(inputs)).abs().max())
     assert max(world.allgather_object(difference)) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_muon_on_gpus_follows_one_process(world: Communicator, gpu: torch.device, stage: int) -> None:
+    """Gradients are the same to the last bit; kernels may differ with the alignment of what they read."""
+    alone = Network(Communicator.alone()).to(gpu)
+    plain = muon_with_adamw(alone)
+    model = Network(Communicator.alone()).to(gpu)
+    inner = muon_with_adamw(model)
+    if stage == 3:
+        fully_shard(model, world)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), world, zero_stage=stage)
+    for step in range(STEPS):
+        given = [gradients_of(step, rank, world.size) for rank in range(world.size)]
+        for parameter, each in zip(alone.parameters(), zip(*given, strict=True), strict=True):
+            parameter.grad = (sum(each) / world.size).to(gpu)
+        plain.step()
+        model(given[world.rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with summon_full_parameters(model):
+        found = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.testing.assert_close(found, list(alone.parameters()), rtol=0, atol=1e-3)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from hpcpar.comm import run_loopback
+from hpcpar.data_parallel import matrix_exchange, matrix_step, sharded_step
 from hpcpar.training import Config, Outcome, Run, parse
 from tests.training.runs import MakeConfig, OfOneProcess
 
@@ -72,3 +75,22 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> OfOneProcess:
         return config, run_loopback(1, lambda comm: Run(config, comm).train())[0]
 
     return trained
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Newton-Schulz iterate, and updates travel, in float64."""
+
+    def iterated(update: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+        a, b, c = coefficients
+        x = update.double() if update.shape[0] <= update.shape[1] else update.double().T
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x if update.shape[0] <= update.shape[1] else x.T
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", iterated)
+    monkeypatch.setattr(matrix_step, "_zeropower_via_newtonschulz", iterated)
+    for module in (matrix_step, matrix_exchange, sharded_step):
+        monkeypatch.setattr(module, "TRAVELS_AS", torch.float64)

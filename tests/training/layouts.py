@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpcpar.errors import HpcparError
-from hpcpar.planner.layout import Layout
-from hpcpar.training import Config, parse
-from hpcpar.training.composition import FEATURES, Options, refusal
+from hpcpar.training import parse
+from hpcpar.training.composition import FEATURES, Options, refusal, smallest_layout
 
 Choice = Mapping[str, str]
 """By dimension, the name of a feature; "" = none of them."""
@@ -48,21 +47,12 @@ def drawn(choice: Choice, model: Options, ranks: int) -> Drawn | None:
         return None
     try:
         config = parse("", source="a layout", overrides=(*model, *options))
-        layout = layout_of(config)
+        layout = smallest_layout(config)
         if layout.size > ranks or refusal(config, layout) is not None:
             return None
     except HpcparError:
         return None
     return Drawn(choice, options, layout.size)
-
-
-def layout_of(config: Config) -> Layout:
-    """Return the smallest layout with the degrees of a configuration; ep adds to dp what it needs."""
-    degrees = config.mesh.model_dump()
-    if degrees["dp"] == -1:
-        others = degrees["cp"] * degrees["tp"] // degrees["etp"]
-        degrees["dp"] = -(-degrees["ep"] // others)
-    return Layout(**degrees)
 
 
 def pairs_of(choice: Choice) -> set[Pair]:

@@ -117,6 +117,7 @@ def require_serial(config: Config, comm: Communicator, whole: Serial) -> None:
     assert outcome.memory.worst.unexplained_nbytes == 0
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("drawn", marked(LAYOUTS))
 def test_a_drawn_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
     config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn
@@ -127,6 +128,7 @@ def test_a_drawn_layout_trains_the_model_of_one_process_and_sends_what_theory_sa
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("drawn", MORE, ids=str)
 def test_another_draw_trains_the_model_of_one_process_and_sends_what_theory_says(
     config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn

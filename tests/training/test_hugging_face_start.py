@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data.tokenizer import write_tokenizer
+from hpcpar.data_parallel import initial_values
 from hpcpar.errors import CheckpointError, ConfigError, DataError, PeerFailedError
 from hpcpar.planner.model_shapes import shape_from_table
 from hpcpar.training import Config, Run, runs
@@ -125,6 +127,26 @@ def test_training_goes_on_as_on_one_rank_and_is_resumed_without_the_directory(
         file.unlink()
     outcomes = run_loopback(ranks, lambda comm: Run(together, comm, resume=True).train())
     assert outcomes[0].first_step == 2
+
+
+def test_with_zero_3_a_rank_copies_the_tensors_that_its_shards_lie_in(
+    config_of: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs("Llama", tmp_path / "theirs")
+    config = start_from(tmp_path / "theirs", config_of, "optimizer.zero_stage=3")
+    copied: dict[int, int] = {}
+    view_as = initial_values.view_as
+
+    def counting(flat: Tensor, start: int, stop: int, layout: Any) -> Tensor:
+        copied[threading.get_ident()] = copied.get(threading.get_ident(), 0) + stop - start
+        return view_as(flat, start, stop, layout)
+
+    monkeypatch.setattr(initial_values, "view_as", counting)
+    sizes = run_loopback(4, lambda comm: Run(config, comm).model.config)
+    whole = sizes[0].parameters()
+    assert len(copied) == 4
+    assert max(copied.values()) < 0.7 * whole  # the embedding is a third of this model
+    assert sum(copied.values()) >= whole
 
 
 def test_its_tokenizer_and_sizes_are_taken_and_told(config_of: MakeConfig, tmp_path: Path) -> None:

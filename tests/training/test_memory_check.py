@@ -17,6 +17,12 @@ from tests.training.runs import MakeConfig
 SIZES = LlamaConfig.preset("llama2-7b")
 PHI = SIZES.parameters()
 
+OTHERS = PHI - SIZES.layer_matrix_parameters()
+"""Embeddings, the output projection and vectors, which have two moments with Muon, too."""
+
+MUON = 10 + 4 * OTHERS / PHI
+"""Gradients, masters and moments for each parameter in bfloat16."""
+
 
 def need(config: Config, *, dp: int = 4, sharers: int = 1, on_gpu: bool = False) -> MemoryNeed:
     return memory_need(config, SIZES, Layout(dp=dp), node_sharers=sharers, on_gpu=on_gpu)
@@ -29,6 +35,8 @@ def need(config: Config, *, dp: int = 4, sharers: int = 1, on_gpu: bool = False)
         (("train.precision=bfloat16",), 16),
         (("train.precision=float64",), 32),
         (("train.precision=float32", "optimizer.name=sgd"), 12),
+        (("train.precision=float32", "optimizer.name=muon"), 12 + 4 * OTHERS / PHI),
+        (("train.precision=bfloat16", "optimizer.name=muon", "optimizer.zero_stage=2"), 2 + MUON / 4),
         (("train.precision=float32", "optimizer.zero_stage=1"), 8 + 8 / 4),
         (("train.precision=bfloat16", "optimizer.zero_stage=2"), 2 + 14 / 4),
         (("train.precision=bfloat16", "optimizer.zero_stage=3"), 16 / 4),

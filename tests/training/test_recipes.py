@@ -113,13 +113,16 @@ def test_state_and_gradients_of_olmo_are_the_formula() -> None:
 def test_what_is_described_names_source_notes_memory_and_axes() -> None:
     found = recipe("deepseek-v3", full=True)
     text = describe(found.stages, found.machine, found)
-    assert "as published, 2,048 ranks on 256 nodes: pp=16 x dp=128, ep=64, ZeRO-1" in text
-    assert "as trained here, 2,048 ranks" in text
+    assert "published model, 2,048 ranks on 256 nodes: pp=16 x dp=128, ep=64, ZeRO-1" in text
+    assert "model as trained here, 2,048 ranks" in text
     assert "latent attention" in text
+    assert text.count("TFLOP/s a device, MFU ") == 2
     for word in ("arXiv 2412.19437", "optimizer state", "activations", "ep ", "pp ", "dp "):
         assert word in text
     scaled = recipe("deepseek-v3")
-    assert "8 ranks: pp=2 x dp=2 x tp=2, ep=4" in describe(scaled.stages, None, scaled)
+    text = describe(scaled.stages, None, scaled)
+    assert "8 ranks: pp=2 x dp=2 x tp=2, ep=4" in text
+    assert "predicted" not in text
 
 
 def test_a_run_whose_ranks_are_not_said_has_no_account() -> None:

@@ -1,0 +1,134 @@
+"""Runs with Muon on the layers' matrices, and AdamW on the rest.
+
+Muon orthogonalizes in bfloat16, where a last bit that differs may grow to a hundredth. Where runs of several
+ranks are compared with one process, it iterates in float64 in both: only the order of summation differs then.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcpar.comm import Communicator
+from hpcpar.data_parallel import CombinedOptimizer
+from hpcpar.errors import ConfigError
+from hpcpar.models import Llama
+from hpcpar.tensor_parallel import TensorParallel
+from hpcpar.training.build import build_model, plain_optimizer
+from hpcpar.training.config import OptimizerSection, parse
+from tests.training.runs import (
+    SEQUENCE,
+    MakeConfig,
+    OfOneProcess,
+    half_of,
+    losses,
+    require_resumed,
+    require_resumed_bit_for_bit,
+    require_serial,
+    trained,
+)
+from tests.training.test_expert_parallel import MODEL as EXPERTS
+
+MUON = "optimizer.name=muon"
+MODEL = ("train.steps=4", "optimizer.clip_norm=0.2", MUON)
+
+
+def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
+    alone = Communicator.alone()
+    config = parse("[model]\nhidden_size = 8\nlayers = 1\nheads = 2\nffn_size = 16\n", source="x")
+    model: Llama = build_model(config, 256, torch.device("cpu"), alone, TensorParallel(alone))
+    section = OptimizerSection(name="muon", learning_rate=0.02, adam_learning_rate=0.003, weight_decay=0.3)
+    optimizer = plain_optimizer(section, model)
+    assert isinstance(optimizer, CombinedOptimizer)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    of = {name: found[id(p)] for name, p in model.named_parameters()}
+    muons = {name for name, group in of.items() if group["optimizer"] == "Muon"}
+    assert muons == {name for name in of if name.endswith("proj.weight")}
+    assert {of[name]["lr"] for name in muons} == {0.02}
+    assert of["model.embed_tokens.weight"]["lr"] == of["model.norm.weight"]["lr"] == 0.003
+    assert of["lm_head.weight"]["weight_decay"] == 0.3
+    assert of["model.norm.weight"]["weight_decay"] == 0.0
+
+
+LAYOUTS = [
+    (2, ("optimizer.zero_stage=0",)),
+    (3, ("optimizer.zero_stage=1", "train.global_batch=3", "train.microbatch=1")),
+    (4, ("optimizer.zero_stage=2",)),
+    (4, ("optimizer.zero_stage=3",)),
+    (4, ("optimizer.zero_stage=2", "mesh.dp_shard=2")),
+    (4, ("optimizer.zero_stage=3", "mesh.dp_shard=2")),
+    (2, ("mesh.tp=2",)),
+    (4, ("mesh.tp=2", "optimizer.zero_stage=1")),
+    (4, ("mesh.tp=2", "optimizer.zero_stage=3", SEQUENCE)),
+    (4, ("mesh.cp=2", "optimizer.zero_stage=2")),
+    (4, ("mesh.pp=2", "mesh.tp=2", "train.microbatch=1")),
+    (4, ("mesh.pp=2", "optimizer.zero_stage=1", "train.microbatch=1", "train.global_batch=4")),
+    (4, ("mesh.ep=2", "optimizer.zero_stage=1", *EXPERTS)),
+    (4, ("mesh.ep=2", "optimizer.zero_stage=3", *EXPERTS)),
+    (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", "optimizer.zero_stage=1", *EXPERTS)),
+    (4, ("mesh.ep=2", "mesh.tp=2", "optimizer.zero_stage=2", *EXPERTS)),
+]
+
+
+def of_model(options: tuple[str, ...]) -> list[str]:
+    same = ("model.", "train.global_batch", "train.sequence", "data.")
+    return [option for option in options if option.startswith(same)]
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("size", "options"), LAYOUTS)
+def test_any_layout_trains_the_model_of_one_process(
+    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
+) -> None:
+    told = (*options, *MODEL)
+    alone, expected = of_one_process(*MODEL, *of_model(options))
+    together = config_of(*told, name="together")
+    require_serial(together, trained(together, size), alone, expected)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, ("optimizer.zero_stage=1",)), (3, ("optimizer.zero_stage=2",))),
+        ((4, ("optimizer.zero_stage=3",)), (2, ("mesh.tp=2",))),
+        ((4, ("mesh.tp=2", "optimizer.zero_stage=1")), (1, ())),
+        ((1, ()), (4, ("mesh.tp=2", "optimizer.zero_stage=3"))),
+        ((2, ("mesh.tp=2",)), (4, ("mesh.pp=2", "optimizer.zero_stage=1", "train.microbatch=1"))),
+    ],
+)
+def test_a_checkpoint_of_any_layout_goes_on_in_another(
+    config_of: MakeConfig,
+    of_one_process: OfOneProcess,
+    before: tuple[int, tuple[str, ...]],
+    after: tuple[int, tuple[str, ...]],
+) -> None:
+    told = (*MODEL, "train.global_batch=4")
+    alone, expected = of_one_process(*told)
+    (size, options), (others, other_options) = before, after
+    half_of(config_of(*told, *options, name="parts"), size)
+    require_resumed(config_of(*told, *other_options, name="parts"), others, alone, expected)
+
+
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(config_of: MakeConfig) -> None:
+    told = (*MODEL, "optimizer.zero_stage=2", "train.precision=bfloat16")
+    require_resumed_bit_for_bit(config_of(*told, name="whole"), config_of(*told, name="parts"), 2)
+
+
+@pytest.mark.parametrize("option", ["optimizer.zero_stage=1", "optimizer.zero_stage=3", "mesh.tp=2"])
+def test_the_usual_bfloat16_iterations_stay_near_one_process(
+    config_of: MakeConfig, of_one_process: OfOneProcess, option: str
+) -> None:
+    """Gradients that differ in a last bit give updates that differ by up to a bfloat16's; losses by less."""
+    alone, _ = of_one_process(*MODEL)
+    together = config_of(*MODEL, option, name="together")
+    trained(together, 2)
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-3)
+
+
+def test_a_rate_for_adam_and_memory_in_common_are_refused_where_they_mean_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"adam_learning_rate.*or optimizer.name=muon, too"):
+        parse("[optimizer]\nadam_learning_rate = 0.1\n", source="x")
+    text = "[optimizer]\nname = 'muon'\nzero_stage = 1\nshared_parameters = true\n"
+    with pytest.raises(ConfigError, match="muon's ranks own matrices of different sizes"):
+        parse(text, source="x")
