@@ -63,10 +63,10 @@ class OptimizerOptions:
     nonfinite: str
     tied: Mapping[str, bool]
     elementwise: bool
-    matrices: Collection[int]
     bucket_bytes: int
     first_bucket_bytes: int
     algorithm: str | None
+    matrices: Collection[int] = ()
     splits_matrices: bool = False
 
     @property

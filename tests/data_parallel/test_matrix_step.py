@@ -392,3 +392,39 @@ def test_shared_parameters_and_unknown_splits_are_refused() -> None:
 
     run_loopback(2, shared)
     run_loopback(2, unknown)
+
+
+def without_one(model: Network) -> tuple[CombinedOptimizer, Tensor]:
+    """Return the optimizer of all parameters but one matrix, and that."""
+    late = model.layers[2].get_parameter("square")
+    matrices = [p for layer in model.layers for p in layer.parameters() if p.dim() == 2 and p is not late]
+    rest = [p for p in model.parameters() if p is not late and not any(p is each for each in matrices)]
+    return CombinedOptimizer(Muon(matrices, lr=0.02), AdamW(rest, lr=0.01)), late
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_matrices_that_are_added_later_have_owners_too(stage: int) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Network(Communicator.alone())
+        inner, late = without_one(model)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, zero_stage=stage, **LIMITS)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [late], "optimizer": "Muon"})
+            model(gradients_of(step, comm.rank, comm.size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            late.grad = None
+        return whole(model)
+
+    model = Network(Communicator.alone())
+    plain, late = without_one(model)
+    for step in range(4):
+        if step == 2:
+            plain.add_param_group({"params": [late], "optimizer": "Muon"})
+        given = [gradients_of(step, rank, 2) for rank in range(2)]
+        for parameter, each in zip(model.parameters(), zip(*given, strict=True), strict=True):
+            parameter.grad = sum(each) / 2
+        plain.step()
+    for parameters in run_loopback(2, body):
+        torch.testing.assert_close(parameters, list(model.parameters()), rtol=0, atol=0)
