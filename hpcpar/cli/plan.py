@@ -77,7 +77,7 @@ class PlanOptions:
 @click.option("--batch", type=NUMBER, help="Sequences of an optimizer step [default: about 4 Mi tokens].")
 @click.option("--sequence", type=NUMBER, help="Tokens of a sequence [default: the model's, at most 8192].")
 @click.option("--precision", help="Type of parameters [default: bfloat16, or the machine's first].")
-@click.option("--tokens", type=float, help="Budget, as in 15e12: device-hours and energy.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Budget, as in 15e12: device-hours and energy.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help=f"tp=8, zero=0,1 … of {', '.join(FIXABLE)}.")
 @click.option("--as-written", is_flag=True, help="Fix what MODEL, a file of the trainer, says.")
 @click.option("--top", type=NUMBER, default=10, help="Layouts to show.")

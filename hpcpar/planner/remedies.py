@@ -54,7 +54,11 @@ def remedies(request: PlanRequest) -> Iterator[Remedy]:
         if fits_somewhere(changed):
             asked = ",".join(map(str, values))
             yield Remedy(f"leave out --fix {key}={asked}", changed)
-    if "offload" not in request.fixed and request.cluster.host_memory_nbytes:
+    if (
+        "offload" not in request.fixed
+        and request.cluster.host_memory_nbytes
+        and request.cluster.host_bandwidth
+    ):
         changed = replace(request, fixed={**request.fixed, "offload": ("cpu",)})
         if fits_somewhere(changed):
             yield Remedy("keep the optimizer's state in host memory: --fix offload=cpu", changed)

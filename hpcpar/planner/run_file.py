@@ -20,6 +20,7 @@ from hpcpar.planner.experts import Experts
 from hpcpar.planner.layout import AXES
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import PRESETS, LlamaConfig
+from hpcpar.planner.stages import stages_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -148,6 +149,8 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
         tables["pipeline"] = {"schedule": strategy.schedule}
         if strategy.stages_per_rank is not None:
             tables["pipeline"]["stages_per_rank"] = strategy.stages_per_rank
+        # What was priced; by itself the trainer would balance FLOPs, which is not always the same.
+        tables["pipeline"]["balance"] = [stage.layers for stage in stages_of(estimate.model, strategy)]
     head = [
         f"# by hpcpar plan: {estimate.model.name} on {cluster.nodes} nodes of {cluster.name},",
         f"# {strategy}",

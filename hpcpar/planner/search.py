@@ -18,9 +18,10 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.pipeline_schedules.schedule_registry import METHODS
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.layer_time import PASSES, layer_time
@@ -33,7 +34,7 @@ from hpcpar.planner.shapes import RECOMPUTE_MODES, Recompute
 from hpcpar.planner.software import HPCPAR, Software
 from hpcpar.planner.stage_memory import StageMemory, memory_of_stages, state_nbytes
 from hpcpar.planner.step_time import step_time
-from hpcpar.planner.strategy import Strategy
+from hpcpar.planner.strategy import ContextMethod, Strategy
 from hpcpar.units import GiB
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -50,6 +51,16 @@ OPTION_KEYS = (
     *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
     *("cp_method", "offload"),
 )
+COUNTS = (*DEGREE_KEYS, "microbatch", "stages_per_rank")
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "schedule": tuple(METHODS),
+    "recompute": RECOMPUTE_MODES,
+    "sequence_parallel": (False, True),
+    "cp_method": get_args(ContextMethod),
+}
+"""Values of the keys that have a few."""
+
 FIXABLE = (*DEGREE_KEYS, *OPTION_KEYS)
 """What a request may fix; all but cp_method and offload are searched otherwise."""
 
@@ -72,10 +83,29 @@ class PlanRequest:
     software: Software = HPCPAR
 
     def __post_init__(self) -> None:
-        for key in self.fixed:
+        for key, values in self.fixed.items():
             if key not in FIXABLE:
                 raise ConfigError(f"{key!r} cannot be fixed; there are {', '.join(FIXABLE)}")
+            self._check(key, values)
         self.cluster.device.peak(self.precision)
+
+    def _check(self, key: str, values: tuple[Any, ...]) -> None:
+        """Raise ConfigError for values that no strategy can have."""
+        for value in values:
+            if key in CHOICES and value not in CHOICES[key]:
+                known = ", ".join(map(str, CHOICES[key]))
+                raise ConfigError(f"{key}={value} cannot be fixed; there are {known}")
+            if key in COUNTS and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{key}={value} cannot be fixed; give a whole number of at least 1")
+            if key == "offload" and value is not None:
+                rate, what = self.cluster.host_bandwidth, "host.gb_per_s"
+                if value != "cpu":
+                    rate, what = self.cluster.disk_bandwidth, "host.disk_gb_per_s"
+                if not rate:
+                    raise ConfigError(
+                        f"offload={value}, but machine {self.cluster.name} does not say how fast that is; "
+                        f"add {what} to its file"
+                    )
 
     def allows(self, key: str, value: Any) -> bool:
         """True where `key` is not fixed, or may have this value."""

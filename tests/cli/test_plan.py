@@ -15,7 +15,8 @@ import pytest
 
 from hpcpar.cli import main
 from hpcpar.cli.plan import RECIPES
-from hpcpar.planner.cluster import Cluster
+from hpcpar.pipeline_parallel.balance import by_hand
+from hpcpar.planner.cluster import MACHINES, Cluster
 from hpcpar.planner.estimate import estimate
 from hpcpar.planner.layout import Layout
 from hpcpar.planner.model_shapes import ModelShape
@@ -187,6 +188,11 @@ def test_the_trainer_takes_what_is_written(name: str, fix: tuple[str, ...], tmp_
     if found["layout"]["pp"] > 1:
         assert config.pipeline.schedule == found["schedule"]
         assert config.pipeline.stages_per_rank in (None, found["stages_per_rank"])
+        sizes = config.model_config_for(100)
+        assert isinstance(config.pipeline.balance, tuple)
+        by_hand(config.pipeline.balance, sizes.layers)
+        assert sum(config.pipeline.balance) == sizes.layers
+        assert len(config.pipeline.balance) == found["layout"]["pp"] * found["stages_per_rank"]
     sizes = config.model_config_for(100)
     assert sizes.parameters() == ModelShape.named(model).parameters()
     layout = Layout(**found["layout"])
@@ -248,6 +254,11 @@ def test_where_none_fits_the_smallest_change_is_named_and_helps() -> None:
         (("llama3-8b", *ON_8, "--fix", "tp"), "give KEY=VALUE"),
         (("llama3-8b", *ON_8, "--fix", "tensor=2"), "keys are pp, dp"),
         (("llama3-8b", *ON_8, "--fix", "tp=two"), "'two' is no whole number"),
+        (("llama3-8b", *ON_8, "--fix", "recompute=half"), "there are none, selective, full"),
+        (("llama3-8b", *ON_8, "--fix", "schedule=2f2b"), "there are naive, gpipe"),
+        (("llama3-8b", *ON_8, "--fix", "zero=4"), "there are 0, 1, 2, 3"),
+        (("llama3-8b", *ON_8, "--fix", "tp=0"), "at least 1"),
+        (("llama3-8b", *ON_8, "--tokens", "-3"), "not in the range"),
         (("llama3-8b", *ON_8, "--at", "1,x"), "give numbers of nodes"),
         (("llama3-8b", *ON_8, "--compare", "tp=3", "dp=8"), "no such layout of 8 devices"),
         (("llama3-8b", *ON_8, "--precision", "int3"), "no peak FLOP/s for 'int3'"),
@@ -259,6 +270,15 @@ def test_wrong_requests_are_refused_with_what_works(words: tuple[Any, ...], said
     refused = called(*words)
     assert refused.exit_code in (1, 2)
     assert said in refused.output
+
+
+def test_offload_to_what_the_machine_does_not_describe_is_refused(tmp_path: Path) -> None:
+    text = (MACHINES / "a100-dgx.toml").read_text()
+    path = tmp_path / "bare.toml"
+    path.write_text(text[: text.index("[host]")])
+    refused = called("llama3-8b", "--machine", path, "--nodes", 1, "--fix", "offload=cpu")
+    assert refused.exit_code == 1
+    assert "add host.gb_per_s to its file" in refused.output
 
 
 def test_a_model_file_without_a_needed_field_is_refused_by_its_name(tmp_path: Path) -> None:
