@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import CombinedOptimizer, DistributedOptimizer, fully_shard
@@ -21,6 +21,8 @@ from hpcpar.errors import OperationError
 from hpcpar.tensor_parallel.split import Split, own_shard, place, split_evenly, split_sections
 from tests.data_parallel.staged import whole
 from tests.grid import pairwise
+
+Muon = pytest.importorskip("torch.optim._muon", reason="torch before 2.9").Muon
 
 STEPS = 10
 LIMITS: dict[str, Any] = {"bucket_bytes": 2_000, "first_bucket_bytes": 500}
@@ -261,7 +263,7 @@ def test_bfloat16_parameters_have_the_masters_of_float32(stage: int, tp_size: in
         inner = muon_with_adamw(model)
         if stage == 3:
             fully_shard(model, dp, precision="bfloat16")
-        options = {} if stage == 3 else {"precision": "bfloat16"}
+        options: dict[str, Any] = {} if stage == 3 else {"precision": "bfloat16"}
         optimizer = DistributedOptimizer(
             inner, model.named_parameters(), dp, zero_stage=stage, **LIMITS, **options
         )
