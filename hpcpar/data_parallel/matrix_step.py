@@ -75,7 +75,7 @@ def spread_matrices(
     found = []
     for block in reversed(blocks):
         bucket = block.bucket
-        comm = comms.of(bucket.replicas)
+        comm = comms.shard_comm(bucket.replicas)
         is_cut = sharded and comm.size > 1 and bucket.counts is None
         here = {piece.member for piece in block.shard.pieces}
         lengths: dict[int, list[int]] = {member: [0] * comm.size for member in bucket.members}

@@ -166,11 +166,13 @@ def build_model(
     tp: TensorParallel,
     context: ContextParallel | None = None,
     experts: ExpertRanks | None = None,
+    shard_ranks: int | None = None,
 ) -> Llama:
     """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
 
     context   ranks that share each sequence
     experts   ranks that divide the experts
+    shard_ranks   as of `fully_shard`
 
     With zero_stage = 3 a rank holds only its shard of that part, of a Hugging Face model read from its files;
     in other stages `read_start` reads them.
@@ -192,6 +194,7 @@ def build_model(
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
+            shard_ranks=shard_ranks,
             values=lambda name, tensor: own_shard(tensor, value_of(name)),
             device=device,
         )
@@ -242,11 +245,13 @@ def build_optimizer(
     *,
     tied: Mapping[str, bool] | None = None,
     backwards: int = 1,
+    shard_ranks: int | None = None,
 ) -> DistributedOptimizer:
     """Build the configured optimizer, on gradients averaged over `dp_comm`.
 
     tied        parameters of which other stages have copies: see DistributedOptimizer
     backwards   in a step, without `no_sync`
+    shard_ranks   as of DistributedOptimizer
     """
     section = config.optimizer
     return DistributedOptimizer(
@@ -265,6 +270,7 @@ def build_optimizer(
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,
+        shard_ranks=None if section.zero_stage == 3 else shard_ranks,
     )
 
 

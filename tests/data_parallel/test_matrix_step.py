@@ -107,7 +107,7 @@ def trained(
     model = Network(tp)
     inner = muon_with_adamw(model, **(muon or {}))
     if stage == 3:
-        fully_shard(model, dp)
+        fully_shard(model, dp, shard_ranks=options.pop("shard_ranks", None))
     optimizer = DistributedOptimizer(
         inner, model.named_parameters(), dp, zero_stage=stage, **LIMITS, **options
     )
@@ -153,6 +153,14 @@ def test_every_stage_has_the_bits_of_one_process(
     for parameters, theory, sent in run_loopback(size, lambda comm: trained(comm, stage, 1, muon=options)):
         torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
         assert sent == theory
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_over_some_of_the_ranks_have_the_bits_of_one_process(stage: int) -> None:
+    """Each group of two ranks has owners of all matrices."""
+    expected = serial(4, steps=3)
+    for parameters, _, _ in run_loopback(4, lambda comm: trained(comm, stage, 1, steps=3, shard_ranks=2)):
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("stage", "dp_size"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])

@@ -79,6 +79,8 @@ LAYOUTS = [
     (3, ("optimizer.zero_stage=1", "train.global_batch=3", "train.microbatch=1")),
     (4, ("optimizer.zero_stage=2",)),
     (4, ("optimizer.zero_stage=3",)),
+    (4, ("optimizer.zero_stage=2", "mesh.dp_shard=2")),
+    (4, ("optimizer.zero_stage=3", "mesh.dp_shard=2")),
     (2, ("mesh.tp=2",)),
     (4, ("mesh.tp=2", "optimizer.zero_stage=1")),
     (4, ("mesh.tp=2", "optimizer.zero_stage=3", SEQUENCE)),
