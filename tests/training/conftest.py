@@ -89,7 +89,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(steps):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
-        return x if update.shape[0] <= update.shape[1] else x.T
+        result: Tensor = x if update.shape[0] <= update.shape[1] else x.T
+        return result
 
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", iterated)
     monkeypatch.setattr(matrix_step, "_zeropower_via_newtonschulz", iterated)

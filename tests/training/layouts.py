@@ -77,7 +77,7 @@ def pairwise(model: Options, *, ranks: int, seed: int, leave_out: tuple[str, ...
     while missing:
         pair = rng.choice(sorted(missing, key=sorted))
         best = None
-        for _ in range(20):
+        for _ in range(5):
             candidate = _completed(dict(pair), values, missing, model, ranks, rng)
             gain = len(pairs_of(candidate.choice) & missing)
             if best is None or gain > best[0]:

@@ -29,6 +29,8 @@ from tests.training.runs import (
 )
 from tests.training.test_expert_parallel import MODEL as EXPERTS
 
+pytest.importorskip("torch.optim._muon", reason="torch before 2.9")
+
 MUON = "optimizer.name=muon"
 MODEL = ("train.steps=4", "optimizer.clip_norm=0.2", MUON)
 
