@@ -190,26 +190,19 @@ Options = tuple[str, ...]
 
 EXPERTS: Options = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.ffn_size=8")
 
+_ZERO: dict[str, Options] = {
+    f"ZeRO-{stage}{kind}": (f"optimizer.zero_stage={stage}", "train.microbatch=1", *options)
+    for kind, options in (
+        ("", ("mesh.dp=2",)),
+        (" HSDP", ("mesh.dp=4", "mesh.dp_shard=2")),
+        (" shared", ("mesh.dp=2", "optimizer.shared_parameters=true")),
+    )
+    for stage in (1, 2, 3)
+}
+
 FEATURES: dict[str, dict[str, Options]] = {
     "data parallel": {"dp": ("mesh.dp=2",)},
-    "zero": {
-        f"ZeRO-{stage}": (f"optimizer.zero_stage={stage}", "mesh.dp=2", "train.microbatch=1")
-        for stage in (1, 2, 3)
-    }
-    | {
-        f"ZeRO-{stage} HSDP": (
-            *(f"optimizer.zero_stage={stage}", "mesh.dp=4", "mesh.dp_shard=2"),
-            "train.microbatch=1",
-        )
-        for stage in (1, 2, 3)
-    }
-    | {
-        f"ZeRO-{stage} shared": (
-            *(f"optimizer.zero_stage={stage}", "optimizer.shared_parameters=true"),
-            *("mesh.dp=2", "train.microbatch=1"),
-        )
-        for stage in (1, 2, 3)
-    },
+    "zero": _ZERO,
     "tensor parallel": {
         "tp": ("mesh.tp=2",),
         "tp + sp": ("mesh.tp=2", "tensor_parallel.sequence_parallel=true"),
