@@ -63,11 +63,11 @@ class OptimizerOptions:
     nonfinite: str
     tied: Mapping[str, bool]
     elementwise: bool
-    matrices: Collection[int]
     bucket_bytes: int
     first_bucket_bytes: int
     algorithm: str | None
     shard_ranks: int | None = None
+    matrices: Collection[int] = ()
     splits_matrices: bool = False
 
     @property

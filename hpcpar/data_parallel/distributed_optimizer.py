@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +177,6 @@ class DistributedOptimizer(Optimizer):
         self.precision = Precision.of(precision) if self._sharding is None else self._sharding.precision
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
-        matrices = matrices_of(optimizer)
-        guards.refuse_unknown_splits(pair for pair in self._named if id(pair[1]) in matrices)
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
@@ -189,14 +188,12 @@ class DistributedOptimizer(Optimizer):
             nonfinite=nonfinite,
             tied=dict(tied or {}),
             elementwise=elementwise,
-            matrices=matrices,
-            # Of every stage of a pipeline alike: one of them may have no matrix.
-            splits_matrices=has_muon(optimizer) and any(is_divided(p) for _, p in self._named),
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
             algorithm=algorithm,
             shard_ranks=shard_ranks,
         )
+        self._note_matrices()
         guards.refuse_contradictions(self._options, precision, self._sharding, optimizer)
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
@@ -208,6 +205,14 @@ class DistributedOptimizer(Optimizer):
         install()
         wait_for_new(parameter for _, parameter in self._named)
         self._build()
+
+    def _note_matrices(self) -> None:
+        """Note which parameters Muon steps on; OperationError where one is split in an unknown way."""
+        matrices = matrices_of(self.inner)
+        guards.refuse_unknown_splits(pair for pair in self._named if id(pair[1]) in matrices)
+        # Of every stage of a pipeline alike: one of them may have no matrix.
+        splits = has_muon(self.inner) and any(is_divided(parameter) for _, parameter in self._named)
+        self._options = replace(self._options, matrices=matrices, splits_matrices=splits)
 
     def _build(self) -> None:
         builder = Builder(
@@ -639,6 +644,7 @@ class DistributedOptimizer(Optimizer):
         if before is not None:
             self._forget_pieces()
         self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors)})
+        self._note_matrices()
         self._build()
         if before is not None:
             self.load_state_dict({**before, "param_groups": self._states.param_groups()})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.context_parallel import ContextParallel
@@ -19,6 +20,7 @@ from hpcpar.data_parallel import (
     broadcast_parameters,
     fully_shard,
 )
+from hpcpar.data_parallel.combined_optimizer import MUON
 from hpcpar.errors import ConfigError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
@@ -297,17 +299,28 @@ def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
         layers = [p for name, p in named if p.dim() == 2 and not name.endswith((EMBEDDING, HEAD))]
         own = set(map(id, layers))
         rest = {"params": [p for p in matrices if id(p) not in own], "weight_decay": section.weight_decay}
-        muon = Muon(
-            [{"params": layers}],
-            lr=section.learning_rate,
-            weight_decay=section.weight_decay,
-            momentum=section.muon_momentum,
-            adjust_lr_fn=section.muon_scale,
-        )
-        rate = section.rate_of("AdamW")
-        adamw = AdamW([rest, vectors], lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
-        return CombinedOptimizer(muon, adamw)
+        return _muon_with_adamw(section, layers, [rest, vectors])
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, vectors]
     if section.name == "sgd":
         return SGD(groups, lr=section.learning_rate, momentum=section.momentum)
     return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.epsilon, fused=True)
+
+
+def _muon_with_adamw(
+    section: OptimizerSection, layers: list[nn.Parameter], others: list[dict[str, Any]]
+) -> CombinedOptimizer:
+    if MUON is None:
+        raise ConfigError(
+            f"optimizer.name = 'muon', but torch {torch.__version__} has none; install torch 2.9 or newer, "
+            "or set optimizer.name=adamw"
+        )
+    muon = MUON(
+        [{"params": layers}],
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        momentum=section.muon_momentum,
+        adjust_lr_fn=section.muon_scale,
+    )
+    rate = section.rate_of("AdamW")
+    adamw = AdamW(others, lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
+    return CombinedOptimizer(muon, adamw)
