@@ -203,8 +203,7 @@ class Contents:
         with reading(self.path / RANDOM):
             tensors = {
                 name.removeprefix(f"{rank}/"): stored.whole(self.files)
-                for name, stored in self.files.all_in(RANDOM).items()
-                if name.startswith(f"{rank}/")
+                for name, stored in self.files.all_in(RANDOM, prefix=f"{rank}/").items()
             }
             saved = tensors, self.state.random[rank]
             random_state.check(saved)
