@@ -114,7 +114,10 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
     package_data={
-        "hpcpar": ["py.typed", "transport/gpu/*.cu", "planner/machines/*.toml", "training/recipes/*.toml"]
+        "hpcpar": [
+            *("py.typed", "transport/gpu/*.cu", "planner/machines/*.toml", "planner/fitted/*.json"),
+            "training/recipes/*.toml",
+        ]
     },
     install_requires=REQUIRED,
     extras_require=EXTRAS,

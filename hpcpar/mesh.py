@@ -186,7 +186,7 @@ def _agreed_layout(
     """Agree on the layout that every rank asks for, fitted to the communicator."""
     asked: dict[str, int | None] = dict(degrees)
     if isinstance(layout, Layout):
-        asked = {**{axis: layout.degree(axis) for axis in DEGREES}, **asked}
+        asked = {**layout.degrees, **asked}
     elif layout is not None:
         asked = {**layout, **asked}
     everyone: Iterable[dict[str, int | None]] = comm.allgather_object(asked)

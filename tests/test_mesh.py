@@ -109,8 +109,12 @@ def test_layouts_are_written_with_the_degrees_above_one() -> None:
         (8, {"tp": 0}, "tp=0: a degree is a whole number of at least 1"),
         (8, {"tp": 2.0}, "tp=2.0: a degree is a whole number"),
         (8, {"tp": True}, "tp=True: a degree is a whole number"),
-        (8, {"pt": 2}, "there is no axis 'pt': the axes are pp, dp, cp, tp, ep, etp; did you mean "),
-        (8, {"data": 2}, "there is no axis 'data': the axes are pp, dp, cp, tp, ep, etp"),
+        (
+            8,
+            {"pt": 2},
+            "there is no axis 'pt': the axes are pp, dp, cp, tp, ep, etp, dp_shard; did you mean ",
+        ),
+        (8, {"data": 2}, "there is no axis 'data': the axes are pp, dp, cp, tp, ep, etp, dp_shard"),
         (
             8,
             {"dp": 8, "ep": 3},

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from hpcpar.checkpoint.model_state import TensorNames
 from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.errors import CheckpointError
 from hpcpar.parameter_info import info_of
@@ -219,6 +220,7 @@ class RankCoordinates:
 
     tp_rank, tp_size   0 of 1 if the model is not split
     dp_rank, dp_size   0 of 1 if nothing is sharded: dp replicas then have the same coordinates
+    shard_replicas     ranks with the same shard (HSDP)
     tp, dp             names of the communicators, "" if there is none
     """
 
@@ -229,14 +231,17 @@ class RankCoordinates:
     tp: str = ""
     dp: str = ""
     position: int = 0
+    shard_replicas: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer | None, position: int = 0) -> RankCoordinates:
         """Find this rank's; CheckpointError for a model that is split over several communicators."""
-        tp_comm, dp_comm = _split_over(model), _sharded_over(model, optimizer)
+        tp_comm, comms = _split_over(model), _sharded_over(model, optimizer)
+        dp_comm, across = (comms.shard_comm(None), comms.across(None)) if comms else (None, None)
         tp_rank, tp_size, tp = (tp_comm.rank, tp_comm.size, tp_comm.name) if tp_comm else (0, 1, "")
         dp_rank, dp_size, dp = (dp_comm.rank, dp_comm.size, dp_comm.name) if dp_comm else (0, 1, "")
-        return cls(tp_rank, tp_size, dp_rank, dp_size, tp, dp, position)
+        replicas = 1 if across is None else across.size
+        return cls(tp_rank, tp_size, dp_rank, dp_size, tp, dp, position, replicas)
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -268,7 +273,7 @@ class WritePlan:
             return False
         replicas, own = info_of(tensor).replicas, self._own
         if replicas is not None:
-            return sharded or replicas.rank == 0
+            return self._is_first if sharded else replicas.rank == 0
         split = split_of(tensor)
         # Of several ranks with the same section (shared key heads), the first counts as replica 0.
         replica = own.tp_rank if split is None or split.size != own.tp_size else split.replicas[own.tp_rank]
@@ -302,12 +307,12 @@ def _split_over(model: nn.Module) -> Communicator | None:
     return next(iter(found.values()))[1] if found else None
 
 
-def _sharded_over(model: nn.Module, optimizer: Optimizer | None) -> Communicator | None:
+def _sharded_over(model: nn.Module, optimizer: Optimizer | None) -> ReplicaComms | None:
     sharding = sharding_of(list(model.parameters()))
     if sharding is not None:
-        return sharding.dp_comm
+        return sharding.comms
     if isinstance(optimizer, DistributedOptimizer) and optimizer.zero_stage:
-        return optimizer.dp_comm
+        return optimizer.replica_comms
     return None
 
 
@@ -315,8 +320,8 @@ def _require_all(coordinates: Sequence[RankCoordinates], comm: Communicator) -> 
     own = coordinates[comm.rank]
     wanted = [(tp, dp) for tp in range(own.tp_size) for dp in range(own.dp_size)]
     found = sorted((each.tp_rank, each.dp_rank) for each in coordinates if each.position == own.position)
-    # Replicas may be any number; but each piece of a sharded tensor must be there exactly once.
-    if found == wanted or (not own.dp and sorted(set(found)) == wanted):
+    # Replicas may be any number; but each piece of a sharded tensor must be there as often as it exists.
+    if found == sorted(own.shard_replicas * wanted) or (not own.dp and sorted(set(found)) == wanted):
         return
     over = [f"sharded over the {own.dp_size} ranks of {own.dp!r}"] if own.dp else []
     over += [f"split over the {own.tp_size} ranks of {own.tp!r}"] if own.tp else []

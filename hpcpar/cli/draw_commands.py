@@ -37,6 +37,7 @@ COMMANDS: Commands = {
         "balance",
         "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
+    "mesh": ("hpcpar.cli.draw_mesh", "mesh", "A layout: which rank is where, and who communicates."),
     "zero": (
         "hpcpar.cli.draw_zero",
         "zero",

@@ -24,7 +24,7 @@ from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.guards import (
-    refuse_shared_experts,
+    refuse_unshareable,
     require_castable,
     require_names,
 )
@@ -63,10 +63,11 @@ class OptimizerOptions:
     nonfinite: str
     tied: Mapping[str, bool]
     elementwise: bool
-    matrices: Collection[int]
     bucket_bytes: int
     first_bucket_bytes: int
     algorithm: str | None
+    shard_ranks: int | None = None
+    matrices: Collection[int] = ()
     splits_matrices: bool = False
 
     @property
@@ -133,8 +134,11 @@ class Builder:
         self.inner = inner
         self.everything = named
         self.dp_comm = dp_comm
-        self.comms = ReplicaComms(dp_comm, [parameter for _, parameter in named])
-        refuse_shared_experts(self.comms, shared_parameters=options.shared_parameters)
+        parameters = [parameter for _, parameter in named]
+        self.comms = (
+            ReplicaComms(dp_comm, parameters, options.shard_ranks) if sharding is None else sharding.comms
+        )
+        refuse_unshareable(self.comms, shared_parameters=options.shared_parameters)
         self.options = options
         self.sharding = sharding
         self.reduction = reduction
@@ -261,7 +265,7 @@ class Builder:
             dtype=dtype,
             bucket_bytes=self.options.bucket_bytes,
             first_bucket_bytes=self.options.first_bucket_bytes,
-            shards=self.comms.size if self.options.zero_stage else None,
+            shards=self.comms.shards if self.options.zero_stage else None,
             groups=[[number for number, parameter in enumerate(trainable) if id(parameter) in tied]],
             matrices=self.options.matrices,
         )

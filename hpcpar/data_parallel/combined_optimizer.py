@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 from hpcpar.data_parallel.elementwise import steps_as_torch_does
 from hpcpar.errors import OperationError
+
+MUON: Any = getattr(torch.optim, "Muon", None)
+"""torch's Muon; None in torch before 2.9."""
 
 OPTIMIZER = "optimizer"
 """The key under which each group names the optimizer that steps on it."""
@@ -72,7 +75,7 @@ class CombinedOptimizer(Optimizer):
             param_group = {**optimizer.defaults, **param_group}
         super().add_param_group(param_group)
         shapes = [list(p.shape) for p in param_group["params"] if p.dim() != 2]
-        if isinstance(optimizer, Muon) and shapes:
+        if is_muon(optimizer) and shapes:
             self.param_groups.pop()
             raise OperationError(
                 f"Muon works on matrices, and the group has a parameter of shape {shapes[0]}; add that to "
@@ -134,7 +137,7 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def is_muon(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is torch's Muon, and steps as that does."""
-    return isinstance(optimizer, Muon) and steps_as_torch_does(optimizer)
+    return MUON is not None and isinstance(optimizer, MUON) and steps_as_torch_does(optimizer)
 
 
 def has_muon(optimizer: Optimizer) -> bool:

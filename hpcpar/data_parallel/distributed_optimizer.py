@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
-from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes
+from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes, maps_nbytes, replicas_nbytes
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -116,6 +117,9 @@ class DistributedOptimizer(Optimizer):
     tied               names of parameters that ranks outside `dp_comm` have copies of, and whether this
                        rank's copy counts in the norm. Their gradients are averaged last, when `synchronize`
                        is called, so that they can be summed over the copies before
+    shard_ranks        stages 1 and 2: neighbours of `dp_comm` over which gradients are reduce-scattered and
+                       parameters gathered, as those of a node; shards are averaged over the other groups
+                       once a step (HSDP). None: all ranks. In stage 3 give it to `fully_shard`
 
     Gradients travel on a communicator of their own, so ranks may run the backwards of several models in
     different orders, or not at all. Each optimizer's calls must come in the same order on all ranks, and in
@@ -156,6 +160,7 @@ class DistributedOptimizer(Optimizer):
         bucket_bytes: int | None = None,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         algorithm: str | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise OperationError(
@@ -172,8 +177,6 @@ class DistributedOptimizer(Optimizer):
         self.precision = Precision.of(precision) if self._sharding is None else self._sharding.precision
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
-        matrices = matrices_of(optimizer)
-        guards.refuse_unknown_splits(pair for pair in self._named if id(pair[1]) in matrices)
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
         self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
@@ -185,13 +188,12 @@ class DistributedOptimizer(Optimizer):
             nonfinite=nonfinite,
             tied=dict(tied or {}),
             elementwise=elementwise,
-            matrices=matrices,
-            # Of every stage of a pipeline alike: one of them may have no matrix.
-            splits_matrices=has_muon(optimizer) and any(is_divided(p) for _, p in self._named),
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
             algorithm=algorithm,
+            shard_ranks=shard_ranks,
         )
+        self._note_matrices()
         guards.refuse_contradictions(self._options, precision, self._sharding, optimizer)
         self._rivals: list[weakref.ref[DistributedOptimizer]] = []
         self._in_place = ExitStack()
@@ -203,6 +205,14 @@ class DistributedOptimizer(Optimizer):
         install()
         wait_for_new(parameter for _, parameter in self._named)
         self._build()
+
+    def _note_matrices(self) -> None:
+        """Note which parameters Muon steps on; OperationError where one is split in an unknown way."""
+        matrices = matrices_of(self.inner)
+        guards.refuse_unknown_splits(pair for pair in self._named if id(pair[1]) in matrices)
+        # Of every stage of a pipeline alike: one of them may have no matrix.
+        splits = has_muon(self.inner) and any(is_divided(parameter) for _, parameter in self._named)
+        self._options = replace(self._options, matrices=matrices, splits_matrices=splits)
 
     def _build(self) -> None:
         builder = Builder(
@@ -634,6 +644,7 @@ class DistributedOptimizer(Optimizer):
         if before is not None:
             self._forget_pieces()
         self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors)})
+        self._note_matrices()
         self._build()
         if before is not None:
             self.load_state_dict({**before, "param_groups": self._states.param_groups()})
@@ -678,17 +689,26 @@ class DistributedOptimizer(Optimizer):
         norms = norms if self._options.nonfinite == "step" else max(norms, 1)
         total: Counter[tuple[Communicator, str]] = Counter()
         for replicas in self.replica_comms:
-            comm = self.replica_comms.of(replicas)
+            buckets = [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas]
+            comm, within = self.replica_comms.of(replicas), self.replica_comms.shard_comm(replicas)
+            across = self.replica_comms.across(replicas)
             nbytes = data_parallel_nbytes(
-                comm,
-                [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas],
+                within,
+                buckets,
                 StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
                 stage=self.zero_stage,
                 algorithm=self._options.algorithm,
                 dtype=self._options.reduction_dtype,
                 gathered=not self._options.shared_parameters,
+                maps=across is None,
             )
-            total.update({(comm, collective): sent for collective, sent in nbytes.items()})
+            total.update({(within, collective): sent for collective, sent in nbytes.items()})
+            if across is not None:
+                dtype = self._options.reduction_dtype
+                ranges = [bucket.shard_range(within.rank, within.size) for bucket in buckets]
+                lengths = [stop - start for start, stop in ranges]
+                total[across, "allreduce"] += steps * replicas_nbytes(across, buckets, lengths, dtype)
+                total[comm, "allreduce"] += steps * maps_nbytes(comm, buckets)
         if self.update is not None:
             for comm, exchanged in self.update.exchange.nbytes_by_comm().items():
                 total[comm, "alltoall"] += steps * exchanged

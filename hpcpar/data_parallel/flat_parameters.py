@@ -77,7 +77,7 @@ def gather_into_blocks(
         else:
             flat = torch.empty(bucket.numel, dtype=kind, device=first.device)
         flat[bucket.edges[-1] :] = 0
-        comm = comms.of(bucket.replicas)
+        comm = comms.shard_comm(bucket.replicas)
         shard = shard_of(bucket, *((comm.rank, comm.size) if sharded else (0, 1)))
         wide = None
         if kind.itemsize < first.dtype.itemsize:

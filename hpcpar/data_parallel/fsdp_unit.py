@@ -144,7 +144,7 @@ class FsdpUnit:
             if flat.device.type == "cpu":
                 # torch's own NumPy view would pin the storage, which could then never be given back.
                 own, flat = own.view(torch.uint8), octets(flat)
-            comm = self._comms.of(group.block.bucket.replicas)
+            comm = self._comms.shard_comm(group.block.bucket.replicas)
             self._handles.append(comm.start_allgather(own, out=flat))
 
     def unshard(self) -> None:

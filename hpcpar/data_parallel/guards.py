@@ -59,6 +59,15 @@ def refuse_contradictions(
         raise OperationError(
             "precision was given to the optimizer of a fully sharded model; give it to fully_shard"
         )
+    if options.shard_ranks is not None and stage in (0, 3):
+        raise OperationError(
+            f"shard_ranks={options.shard_ranks} with zero_stage={stage}: "
+            + (
+                "nothing is sharded; take zero_stage=1 or 2, or leave it out"
+                if stage == 0
+                else "the model is sharded already; give it to fully_shard"
+            )
+        )
     if options.shared_parameters and stage not in (1, 2):
         raise OperationError(
             f"shared_parameters=True with zero_stage={stage}: only stages 1 and 2 keep whole "
@@ -121,8 +130,13 @@ def require_names(groups: Iterable[dict[str, Any]], named: Iterable[Named]) -> N
         )
 
 
-def refuse_shared_experts(comms: ReplicaComms, *, shared_parameters: bool) -> None:
-    """OperationError for parameters that a node's ranks share and do not all have."""
+def refuse_unshareable(comms: ReplicaComms, *, shared_parameters: bool) -> None:
+    """OperationError for parameters of a node that its ranks do not all have, or have shards of twice."""
+    if shared_parameters and comms.is_hybrid:
+        raise OperationError(
+            "shared_parameters=True with shard_ranks: a node that shares its parameters has them once as it "
+            "is; leave shard_ranks out"
+        )
     if shared_parameters and not comms.is_one:
         raise OperationError(
             "shared_parameters=True was asked for a model whose experts are spread over ranks, which then do "

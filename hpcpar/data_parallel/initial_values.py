@@ -72,7 +72,8 @@ class InitialValues:
             return whole[shard.start : shard.stop]
         own = torch.empty(shard.stop - shard.start, dtype=dtype, device=device)
         counts = [shard.stop - shard.start] * comm.size
-        scattered: Tensor = comm.scatter(whole, out=own, counts=counts)
+        for_all = None if whole is None else whole.repeat(comm.size // self._comms.shards(bucket.replicas))
+        scattered: Tensor = comm.scatter(for_all, out=own, counts=counts)
         return scattered
 
     def fill_buffers(self, device: torch.device | str | None) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.combined_optimizer import steps_on_matrices
@@ -76,7 +75,7 @@ def spread_matrices(
     found = []
     for block in reversed(blocks):
         bucket = block.bucket
-        comm = comms.of(bucket.replicas)
+        comm = comms.shard_comm(bucket.replicas)
         is_cut = sharded and comm.size > 1 and bucket.counts is None
         here = {piece.member for piece in block.shard.pieces}
         lengths: dict[int, list[int]] = {member: [0] * comm.size for member in bucket.members}
@@ -116,6 +115,8 @@ def momentum_update(gradient: Tensor, state: dict[str, Any], group: Mapping[str,
 
 def orthogonalized(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return a whole matrix's update, orthogonalized as torch's Muon does; its memory is used up."""
+    from torch.optim._muon import _zeropower_via_newtonschulz  # torch before 2.9 has none
+
     result: Tensor = _zeropower_via_newtonschulz(
         update, group["ns_coefficients"], group["ns_steps"], group["eps"]
     )
@@ -124,6 +125,8 @@ def orthogonalized(update: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def apply_update(weight: Tensor, update: Tensor, group: Mapping[str, Any], shape: Sequence[int]) -> None:
     """Decay a weight and subtract its update, by the rate of a matrix of this shape. Elementwise."""
+    from torch.optim._muon import _adjust_lr
+
     rate = float(group["lr"])
     weight.mul_(1 - rate * group["weight_decay"])
     weight.add_(update, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape)))

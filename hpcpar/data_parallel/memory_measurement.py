@@ -116,7 +116,7 @@ def _measured(
     devices = {parameter.device for parameter in _trained(optimizer)}
     return RankMemory(
         rank=optimizer.dp_comm.rank if rank is None else rank,
-        ranks=optimizer.dp_comm.size,
+        ranks=optimizer.replica_comms.shards(None),
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
         state={PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: state},
         staging_nbytes=staging,
@@ -147,7 +147,7 @@ def _add_parameters(
         line.hold(*ledger.places(each.flat if common else each.block.own for each in held), common=common)
         for each in held:
             bucket = each.block.bucket
-            ranks = 1 if common else comms.size(bucket.replicas)
+            ranks = 1 if common else comms.shards(bucket.replicas)
             _add_bucket(line, bucket, each.flat.element_size(), ranks)
         return ledger.nbytes(each.flat for each in held)
     blocks = optimizer.blocks
@@ -165,7 +165,7 @@ def _add_gradients(line: StateLine, optimizer: DistributedOptimizer, ledger: _Le
     reducer = optimizer.reducer
     line.hold(*ledger.places(reducer.flats))
     for bucket, flat in zip(reducer.buckets, reducer.flats, strict=True):
-        ranks = optimizer.replica_comms.size(bucket.replicas)
+        ranks = optimizer.replica_comms.shards(bucket.replicas)
         parts = shards(GRADIENTS, optimizer.zero_stage, ranks)
         of_formula = Fraction(bucket.edges[-1] * flat.element_size(), parts)
         line.formula_nbytes += of_formula
@@ -223,7 +223,7 @@ def _add_state_formula(
     master_nbytes = {id(block): master.element_size() for block, master in update.masters_apart()}
     for block in update.blocks:
         apart = master_nbytes.get(id(block), 0)
-        ranks = optimizer.replica_comms.size(block.bucket.replicas)
+        ranks = optimizer.replica_comms.shards(block.bucket.replicas)
         parts = shards(OPTIMIZER, optimizer.zero_stage, ranks)
         whole = sum(
             (stop - start) * (apart + per_element[member])

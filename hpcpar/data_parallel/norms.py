@@ -64,10 +64,12 @@ class GradientNorm:
         """
         split = [parameter for parameter in self._others if split_over_of(parameter)]
         found = dict.fromkeys(map(self._spread_of, [*self._parameters, *split]))
-        return sorted(found, key=lambda spread: spread.shards_over not in (None, self._comms.dp_comm))
+        return sorted(
+            found, key=lambda spread: spread.shards_over not in (None, self._comms.shard_comm(None))
+        )
 
     def _spread_of(self, parameter: Tensor) -> Spread:
-        comm = self._comms.of(info_of(parameter).replicas) if self._sharded else None
+        comm = self._comms.shard_comm(info_of(parameter).replicas) if self._sharded else None
         return Spread(split_over_of(parameter), comm)
 
     @cached_property
@@ -82,7 +84,7 @@ class GradientNorm:
         ]
 
     def _shard(self, bucket: Bucket) -> tuple[int, int]:
-        comm = self._comms.of(bucket.replicas)
+        comm = self._comms.shard_comm(bucket.replicas)
         return (comm.rank, comm.size) if self._sharded else (0, 1)
 
     def of(

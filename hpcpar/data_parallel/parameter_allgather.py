@@ -70,7 +70,7 @@ class ParameterAllGather:
         if self._node_shared is not None:
             self._under_way[number] = self._node_shared.start(block.flat, block.own)
         else:
-            comm = self._comms.of(block.bucket.replicas)
+            comm = self._comms.shard_comm(block.bucket.replicas)
             self._under_way[number] = comm.start_allgather(
                 block.own, counts=block.bucket.counts, out=block.flat
             )

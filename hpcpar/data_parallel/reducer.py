@@ -116,11 +116,12 @@ class Reducer(GradientReducer):
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             groups=[[positions[id(p)] for p in group if id(p) in positions] for group in groups],
-            shards=comms.size if sharded else None,
+            shards=comms.shards if sharded else None,
             matrices=matrices,
         )
+        comm_of = comms.shard_comm if sharded else comms.of
         self._states = [
-            allocate_bucket(bucket, self.parameters[bucket.members[0]], comms.of(bucket.replicas))
+            allocate_bucket(bucket, self.parameters[bucket.members[0]], comm_of(bucket.replicas))
             for bucket in self.buckets
         ]
         self._views = GradientViews(self.names, self.parameters, self._states)

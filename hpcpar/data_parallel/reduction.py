@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -43,6 +45,17 @@ class _Scattering:
         self._averages[self._bucket] = self._handle.wait().clone()
 
 
+class _AcrossReplicas:
+    """A reduce-scatter whose shards are then averaged over the ranks with the same shard."""
+
+    def __init__(self, handle: Pending, shard: Callable[[], Tensor], across: Communicator) -> None:
+        self._handle, self._shard, self._across = handle, shard, across
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._across.allreduce(self._shard(), "average")
+
+
 class Averaging:
     """Averages over the ranks of a communicator, or over those with a copy of a bucket's parameters.
 
@@ -65,16 +78,22 @@ class Averaging:
         self._averages: dict[Bucket, Tensor] = {}
 
     def start(self, flat: Tensor, bucket: Bucket) -> Pending:
-        comm, share = self._comms.of(bucket.replicas), self._comms.share(bucket.replicas)
+        of = self._comms.shard_comm if self._scattered else self._comms.of
+        comm, share = of(bucket.replicas), self._comms.share(bucket.replicas)
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
         if share != 1:
             data.mul_(share)
         self._averages[bucket] = self._kept(data, bucket, comm)
         if self._scattered:
-            handle = comm.start_reduce_scatter(
+            handle: Pending = comm.start_reduce_scatter(
                 data, "average", counts=bucket.counts, algorithm=self._algorithm
             )
-            return handle if data is flat else _Scattering(handle, self._averages, bucket)
+            if data is not flat:
+                handle = _Scattering(handle, self._averages, bucket)
+            across = self._comms.across(bucket.replicas)
+            return (
+                handle if across is None else _AcrossReplicas(handle, partial(self.average, bucket), across)
+            )
         return comm.start_allreduce(data, "average", algorithm=self._algorithm)
 
     def start_map(self, bits: Any) -> Pending:

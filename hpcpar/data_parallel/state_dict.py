@@ -143,7 +143,7 @@ class OptimizerStates:
         parameters = self.parts.reducer.parameters
         whole: dict[int, State] = defaultdict(dict)
         for block, block_states in zip(self.parts.blocks, update.states_by_block(), strict=True):
-            comm = self.parts.comms.of(block.bucket.replicas)
+            comm = self.parts.comms.shard_comm(block.bucket.replicas)
             gathered: list[Any] | None
             if not self.is_sharded:
                 gathered = [block_states]

@@ -79,9 +79,9 @@ def _shard_group(
 ) -> UnitParamGroup:
     layouts = [layout_of(parameter) for _, parameter, _ in entries]
     replicas = info_of(entries[0][1]).replicas
-    comm = comms.of(replicas)
+    comm = comms.shard_comm(replicas)
     extents = [Extent(math.prod(shape), dtype.itemsize, (dtype, device), replicas) for shape, _ in layouts]
-    bucket = replace(bucket_of(range(len(entries)), extents, comms.size), members=tuple(members))
+    bucket = replace(bucket_of(range(len(entries)), extents, comms.shards), members=tuple(members))
     shard = shard_of(bucket, comm.rank, comm.size)
     if node_shared is not None:
         flat = node_shared.allocate(bucket.numel, dtype)

@@ -7,7 +7,8 @@
 
 Backward writes a gradient into its bucket's staging buffer, or the hook copies it there and frees it. Two
 staging buffers, as large as the largest bucket, take turns: one is sent while the other is filled. Every
-backward sends. The shards accumulate over microbatches, so no rank ever holds all whole gradients.
+backward sends. The shards accumulate over microbatches, so no rank ever holds all whole gradients. Where
+shards are cut over some of the ranks (HSDP), those of the others are averaged in once, by `synchronize`.
 source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 """
 
@@ -69,7 +70,7 @@ class ShardedGradients(GradientReducer):
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
         self._state_of = {member: state for state in self._states for member in state.bucket.members}
-        self.staging = allocate_staging(self.dp_comm, self._states, devices)
+        self.staging = allocate_staging(self.comms.shard_comm(None), self._states, devices)
         self.used = [0] * len(self.parameters)
         self.on_bucket_done: Callable[[Bucket], None] | None = None
         """Called when the bucket's last gradient of a backward has been taken: its parameters are done."""
@@ -82,7 +83,7 @@ class ShardedGradients(GradientReducer):
         self._watch()
 
     def _shard_length(self, bucket: Bucket) -> int:
-        comm = self.comms.of(bucket.replicas)
+        comm = self.comms.shard_comm(bucket.replicas)
         start, stop = bucket.shard_range(comm.rank, comm.size)
         return stop - start
 
@@ -104,6 +105,7 @@ class ShardedGradients(GradientReducer):
         self._require_new_gradients()
         self.complete_backward()
         self._finish_all()
+        self._average_across()
         maps = self._maps_of(self._had)
         for each, bits in zip(self._sets, maps, strict=True):
             each.comm.allreduce(bits, "or")
@@ -244,7 +246,10 @@ class ShardedGradients(GradientReducer):
             flat = state.fill_up()
             if self.on_bucket_done is not None:
                 self.on_bucket_done(state.bucket)
-            comm, share = self.comms.of(state.bucket.replicas), self.comms.share(state.bucket.replicas)
+            comm, share = (
+                self.comms.shard_comm(state.bucket.replicas),
+                self.comms.share(state.bucket.replicas),
+            )
             if share != 1:
                 flat.mul_(share)
             state.handle = comm.start_reduce_scatter(
@@ -301,6 +306,12 @@ class ShardedGradients(GradientReducer):
             set_own_gradient(parameter, None)
             state.taken.add(index)
         state.arrived.clear()
+
+    def _average_across(self) -> None:
+        """Average the shards over the ranks that have the same ones: once for all backwards."""
+        shards = [(state.shard, self.comms.across(state.bucket.replicas)) for state in self._states]
+        for handle in [comm.start_allreduce(shard, "average") for shard, comm in shards if comm is not None]:
+            handle.wait()
 
     def _finish_all(self) -> None:
         for state in self._states:

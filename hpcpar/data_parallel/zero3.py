@@ -27,7 +27,7 @@ from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
-from hpcpar.data_parallel.guards import refuse_shared_experts
+from hpcpar.data_parallel.guards import refuse_unshareable
 from hpcpar.data_parallel.initial_values import InitialValues, Values
 from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
 from hpcpar.data_parallel.precision import Precision
@@ -270,7 +270,7 @@ class FullyShardedState:
             times = forwards + (0 if unit.keeps else backwards)
             for group in unit.groups:
                 bucket = group.block.bucket
-                comm = self.comms.of(bucket.replicas)
+                comm = self.comms.shard_comm(bucket.replicas)
                 total[comm, "allgather"] += times * collective_nbytes(
                     comm, "allgather", bucket.nbytes, dtype=dtype_of(bucket)
                 )
@@ -285,6 +285,7 @@ def fully_shard(
     precision: Precision | str | torch.dtype | None = None,
     prefetch: int = 1,
     shared_parameters: bool = False,
+    shard_ranks: int | None = None,
     values: Values | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
@@ -299,6 +300,9 @@ def fully_shard(
     prefetch           units that are gathered ahead
     shared_parameters  on CPUs: the parameters exist once on each node, for all of its ranks; only between
                        nodes are they gathered, once after a step
+    shard_ranks        neighbours of dp_comm over which parameters are sharded and gathered, as those of a
+                       node; shards of gradients are averaged over the other groups once a step (HSDP).
+                       None: all ranks
     values             (name, tensor) -> whole initial value, the same on all ranks, asked for one parameter
                        at a time, and for buffers of the meta device, of which it may know none (KeyError);
                        None: rank 0's parameters and buffers, or, on the meta device, what the modules'
@@ -328,8 +332,8 @@ def fully_shard(
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
     plans = plan_units(model, policy)
-    comms = ReplicaComms(dp_comm, model.parameters())
-    refuse_shared_experts(comms, shared_parameters=shared_parameters)
+    comms = ReplicaComms(dp_comm, model.parameters(), shard_ranks)
+    refuse_unshareable(comms, shared_parameters=shared_parameters)
     comms.agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters])
     _agree_on_units(plans, prefetch, precision, dp_comm)
     source = InitialValues(model, comms, values)

@@ -4,7 +4,7 @@ A constant is one number of a `Cluster` or a `Software`, by its path: "device.ef
 "node.alpha_s", "software.kernels". `fit` moves them, by factors, to where predictions meet measured steps.
 
     minimize   Σ_rows ρ(log(predicted / measured)) / σ²  +  Σ_constants (log(factor) / width)²
-    ρ          Huber's: squared up to `HUBER`, linear beyond, so that odd rows count but do not rule
+    ρ          Cauchy's, c² log(1 + (error/c)²): rows that no model explains lose their weight
     width      how far a constant may be from its published value: links and peaks little, software more
     by         Gauss-Newton steps with Levenberg's damping on the factors' logarithms
 """
@@ -22,14 +22,13 @@ from hpcpar.errors import ConfigError
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.software import Software
 
-SETS = Path(__file__).with_name("constants")
+SETS = Path(__file__).with_name("fitted")
 """Directory of the fitted sets that come with hpcpar."""
 
 WIDTHS: dict[str, float] = {
     "device.efficiency.matrix": 0.2,
     "device.efficiency.memory": 0.3,
     "device.efficiency.depth": 0.7,
-    "device.launch_s": 0.7,
     "node.alpha_s": 0.4,
     "node.beta_s_per_byte": 0.2,
     "fabric.alpha_s": 0.5,
@@ -40,15 +39,16 @@ WIDTHS: dict[str, float] = {
     "software.unfused_softmax": 0.5,
     "software.softmax_kernels": 0.5,
     "software.backward_kernels": 0.5,
+    "software.launch_s": 0.7,
     "software.head_rate": 0.5,
     "software.logits": 0.5,
     "software.step_s": 0.7,
 }
 """Constants that are fitted, and the standard deviation of the logarithm of their factor beforehand."""
 
-HUBER = 0.04
+CAUCHY = 0.03
 SIGMA = 0.03
-"""Relative errors: where ρ turns linear; of one measurement and the model, together."""
+"""Relative errors: c, at which a row has half its weight; of one measurement and the model, together."""
 
 Constants = Mapping[str, float]
 
@@ -141,7 +141,7 @@ def fit(
         return [math.log(seconds) - log for seconds, log in zip(predict(values), logs, strict=True)]
 
     def cost(found: Sequence[float], factors: Sequence[float]) -> float:
-        total = sum(_huber(error) for error in found) / SIGMA**2
+        total = sum(math.log1p((error / CAUCHY) ** 2) for error in found) * (CAUCHY / SIGMA) ** 2
         return total + sum((f / WIDTHS[name]) ** 2 for name, f in zip(names, factors, strict=True))
 
     factors = [0.0] * len(names)
@@ -166,11 +166,6 @@ def fit(
     return {**start, **{name: start[name] * math.exp(f) for name, f in zip(names, factors, strict=True)}}
 
 
-def _huber(error: float) -> float:
-    size = abs(error)
-    return size * size if size < HUBER else 2 * HUBER * size - HUBER * HUBER
-
-
 def _normal_equations(
     errors: Callable[[Sequence[float]], list[float]],
     found: Sequence[float],
@@ -184,7 +179,7 @@ def _normal_equations(
         moved = list(factors)
         moved[index] += step
         columns.append([(new - old) / step for new, old in zip(errors(moved), found, strict=True)])
-    weights = [min(1.0, HUBER / max(abs(error), 1e-12)) / SIGMA**2 for error in found]
+    weights = [1 / (1 + (error / CAUCHY) ** 2) / SIGMA**2 for error in found]
     matrix = [
         [sum(w * a * b for w, a, b in zip(weights, one, other, strict=True)) for other in columns]
         for one in columns

@@ -212,7 +212,7 @@ def records(estimate: Estimate, *, tokens: float | None = None) -> Mapping[str, 
     strategy, layout = estimate.strategy, estimate.strategy.layout
     worst = estimate.worst
     found: dict[str, Any] = {
-        "layout": {axis: layout.degree(axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "layout": layout.degrees,
         "strategy": str(strategy),
         "zero_stage": strategy.zero_stage,
         "microbatch": strategy.microbatch,

@@ -23,6 +23,10 @@ PASSES = ("forward", "backward", "weight")
 """F; B, the gradient of the input, with what is recomputed for it; W, the gradient of the weights."""
 
 
+RECOMPUTED = 0.37
+"""Share of a gated layer's product FLOPs in every second product: keys, output, up of 13 units of H x H."""
+
+
 @dataclass(frozen=True)
 class LayerTime:
     """Seconds by pass and part; and a rank's bytes and collectives' seconds by axis, of all passes."""
@@ -55,7 +59,9 @@ def layer_time(
     forward |= exchanged.exposed
     backward |= exchanged.exposed
     fused = software.fused_attention or _softmax_is_fused(model, strategy)
-    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * device.launch_s
+    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * max(
+        device.launch_s, software.launch_s
+    )
     forward["launches"] = max(0.0, launched - sum(forward.values()))
     launched *= software.backward_kernels
     backward["launches"] = max(0.0, launched - sum(backward.values()) - of_weights)
@@ -63,6 +69,9 @@ def layer_time(
     if strategy.recompute.mode == "full":
         times = 3
         backward = dict(Counter(backward) + Counter(forward))
+    elif strategy.recompute.mode == "selective" and software.selective == "product":
+        backward["matrix products"] += RECOMPUTED * products
+        backward["elementwise"] += passes
     elif strategy.recompute.mode == "selective":
         backward["attention"] += core + scores
     return LayerTime(

@@ -15,6 +15,9 @@ Expert parallelism adds no ranks: `ep` is folded out of dp × cp × tp. A stage'
 
 Each run of EP·ETP neighbours holds the experts once, and ranks along `edp` hold the same parts of the same
 experts. So {dp, cp, tp} and {edp, ep, etp} are two views of the same ranks.
+
+`dp_shard` adds none either: dp is read as dp_replicate × dp_shard, where each run of dp_shard neighbours,
+with their cp ranks, shares one set of ZeRO's shards (HSDP).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from hpcpar.errors import LayoutError
 AXES = ("pp", "dp", "cp", "tp")
 """The axes whose degrees multiply to the number of ranks, outermost first."""
 
-DEGREES = (*AXES, "ep", "etp")
+DEGREES = (*AXES, "ep", "etp", "dp_shard")
 """Degrees that a user sets."""
 
 FOLDED_AXES = ("pp", "edp", "ep", "etp")
@@ -56,6 +59,7 @@ class Layout:
 
     ep    ranks that the experts are spread over; it divides dp × cp × tp / etp
     etp   ranks that each expert is split over: 1, or tp
+    dp_shard   dp ranks that share a set of ZeRO's shards; it divides dp. None: all of dp
     errors   LayoutError for a degree below 1, or one that does not divide
     """
 
@@ -65,12 +69,18 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    dp_shard: int | None = None
 
     def __post_init__(self) -> None:
         for axis in DEGREES:
             degree = getattr(self, axis)
-            if not _is_degree(degree):
+            if not _is_degree(degree) and (axis, degree) != ("dp_shard", None):
                 raise LayoutError(f"{axis}={degree!r}: a degree is a whole number of at least 1")
+        if self.dp % (self.dp_shard or self.dp):
+            raise LayoutError(
+                f"dp_shard={self.dp_shard} must divide dp={self.dp}, of which it is a part; "
+                + _nearest_divisors("dp_shard", self.dp_shard or 1, self.dp)
+            )
         if self.etp not in (1, self.tp):
             raise LayoutError(
                 f"etp={self.etp}: experts are whole (etp=1) or split as the other layers are (etp={self.tp}, "
@@ -88,6 +98,7 @@ class Layout:
         """Format the degrees above 1: "pp=2 x dp=2 x tp=3, ep=2"."""
         product = _product_text({axis: self.degree(axis) for axis in AXES})
         folded = [f"{axis}={self.degree(axis)}" for axis in ("ep", "etp") if self.degree(axis) > 1]
+        folded += [] if self.shard_ranks is None else [f"dp_shard={self.dp_shard}"]
         return ", ".join([product, *folded])
 
     @classmethod
@@ -95,8 +106,8 @@ class Layout:
         """Build the layout of exactly `world_size` ranks with the given degrees.
 
         One of pp, dp, cp, tp may be None or -1 and is derived from the others; without such a one, dp is
-        derived unless given. `ep=None` or `ep=-1` spreads the experts over all ranks of a stage. Other
-        degrees default to 1.
+        derived unless given. `ep=None` or `ep=-1` spreads the experts over all ranks of a stage, and
+        `dp_shard=None` or -1 the shards over all of dp. Other degrees default to 1.
         errors   LayoutError that names a degree that fits
         """
         for axis in degrees:
@@ -111,7 +122,8 @@ class Layout:
         etp = given.get("etp", 1) or product["tp"]
         expert = given.get("ep", 1)
         spread = product["dp"] * product["cp"] * product["tp"] // etp
-        return cls(**product, ep=spread if expert is None else expert, etp=etp)
+        ep = spread if expert is None else expert
+        return cls(**product, ep=ep, etp=etp, dp_shard=given.get("dp_shard"))
 
     @property
     def size(self) -> int:
@@ -122,6 +134,25 @@ class Layout:
     def edp(self) -> int:
         """Number of ranks that hold the same parts of the same experts: dp · cp · tp / (ep · etp)."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def shard_ranks(self) -> int | None:
+        """Neighbours of dp × cp that share a set of shards: dp_shard · cp; None for all of them."""
+        return None if self.dp_shard in (None, self.dp) else (self.dp_shard or 1) * self.cp
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees as a user sets them; without dp_shard where shards are over all of dp."""
+        return {axis: degree for axis in DEGREES if (degree := getattr(self, axis)) is not None}
+
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Partition the ranks into groups that share a set of shards, each in rank order."""
+        size = self.shard_ranks or self.dp * self.cp
+        return tuple(
+            group[start : start + size]
+            for group in self.groups("dp", "cp")
+            for start in range(0, len(group), size)
+        )
 
     def degree(self, axis: str) -> int:
         """Degree of `axis`."""
@@ -247,11 +278,12 @@ def placement(nodes: Sequence[int], layout: Layout) -> tuple[int, ...]:
 
     nodes    node of every rank of the job
     returns  order, with order[mesh rank] = rank of the job
-    steps    join ranks of one node to tp groups, these to cp groups, these to dp groups; join the rest across
-             nodes. A job whose ranks are already in such an order keeps it.
+    steps    join ranks of one node to tp groups, these to cp, these to dp_shard, these to dp groups; join the
+             rest across nodes. A job whose ranks are already in such an order keeps it.
     """
     blocks: list[tuple[int, ...]] = [(rank,) for rank in range(len(nodes))]
-    for degree in (layout.tp, layout.cp, layout.dp):
+    shard = layout.dp_shard or layout.dp
+    for degree in (layout.tp, layout.cp, shard, layout.dp // shard):
         blocks = _join_within_nodes(blocks, degree, nodes)
     return tuple(rank for block in blocks for rank in block)
 

@@ -136,7 +136,7 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
         "model": _model_table(estimate.model, run),
         "train": train,
         "optimizer": {"zero_stage": strategy.zero_stage},
-        "mesh": {axis: layout.degree(axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "mesh": layout.degrees,
         "output": {"directory": f"runs/{estimate.model.name}"},
     }
     if strategy.offload is not None:

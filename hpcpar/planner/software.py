@@ -6,6 +6,7 @@ A plan is for hpcpar; rows that others measured are predicted with what their pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,11 @@ class Software:
     scores            bytes of softmax and its dropout for each score, without fused attention
     unfused_softmax   factor on that where the fused kernel does not take the number of heads
     softmax_kernels   launches that this adds
+    selective         what selective recomputation recomputes: the "attention" core; or every second matrix
+                      "product" and what is elementwise (torchtitan's operator-wise checkpointing)
     kernels           launches of a layer's forward
     backward_kernels  launches of its backward, in units of the forward's
+    launch_s          of the host for one launch, in the interpreter and the library; the device's at least
     head_rate         share of the layers' rate that the output projection reaches
     logits            elementwise bytes of loss and its backward for each logit
     overlap           share of the backward behind which gradients are reduced; 0 = after it
@@ -30,6 +34,8 @@ class Software:
     gradient_bytes    of one gradient in memory and on the links
     optimizer_bytes   of optimizer state for each parameter, masters included
     float32_parameters   parameters are kept in float32 and rounded when they are gathered
+    gathered_in_pipeline   with pp, ZeRO-3 gathers and reduces once a step: parameters stay gathered and
+                      gradients whole until the last microbatch
     logit_bytes       bytes for each logit: logits, their float32 copy, the gradient
     workspace_nbytes  of libraries and communication buffers
     causal_mfu        the MFU counts only scores that the mask leaves
@@ -37,13 +43,15 @@ class Software:
 
     name: str
     fused_attention: bool = True
-    whole: float = 24.0
+    whole: float = 18.0
     split: float = 24.0
     scores: float = 12.0
     unfused_softmax: float = 2.5
+    selective: Literal["attention", "product"] = "attention"
     softmax_kernels: float = 8
     kernels: float = 20
     backward_kernels: float = 1.0
+    launch_s: float = 0.0
     head_rate: float = 1.0
     logits: float = 20.0
     overlap: float = 0.9
@@ -53,6 +61,7 @@ class Software:
     gradient_bytes: int | None = None
     optimizer_bytes: int = 12
     float32_parameters: bool = False
+    gathered_in_pipeline: bool = False
     logit_bytes: int = 8
     workspace_nbytes: int = 0
     causal_mfu: bool = False
@@ -68,6 +77,8 @@ SOFTWARE = {
             "megatron-deepspeed",
             fused_attention=False,
             kernels=26,
+            launch_s=30e-6,
+            step_s=5e-3,
             overlap=0.0,
             hides_messages=False,
             scatters_messages=True,
@@ -77,13 +88,24 @@ SOFTWARE = {
             "megatron",
             fused_attention=False,
             kernels=24,
+            launch_s=10e-6,
             overlap=0.0,
             hides_messages=False,
             scatters_messages=True,
             gradient_bytes=4,
         ),
-        Software("llama3", kernels=18, overlap=0.9),
-        Software("torchtitan", kernels=18, overlap=0.9, gradient_bytes=4, optimizer_bytes=8),
+        Software("llama3", kernels=18, gradient_bytes=4, causal_mfu=True),
+        Software(
+            "torchtitan",
+            split=60.0,
+            selective="product",
+            kernels=18,
+            gradient_bytes=4,
+            optimizer_bytes=8,
+            float32_parameters=True,
+            gathered_in_pipeline=True,
+            logit_bytes=14,
+        ),
     )
 }
 """Programs by name."""

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.memory import OPTIMIZER, StateWidths, model_state_nbytes
+from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.shapes import LlamaConfig, RecomputeMode
+from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, RecomputeMode
 from hpcpar.planner.software import Software
 from hpcpar.planner.stages import Stage, chunks_alive, stages_of, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
@@ -62,7 +62,7 @@ def memory_of_stages(
         purposes = dict(state)
         offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
         purposes[ACTIVATIONS] = chunks_alive(strategy, rank) * chunks // len(held)
-        purposes[WORKING] = working
+        purposes[WORKING] = purposes.get(WORKING, 0) + working
         found.append(StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0))
     return tuple(found)
 
@@ -91,6 +91,9 @@ def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Softwar
     widths = state_widths(strategy.precision, software)
     stage, layout = strategy.zero_stage, strategy.layout
     state = Counter(model_state_nbytes(dense, widths, stage=stage, ranks=strategy.shard_ranks))
+    if stays_gathered(strategy, software):
+        state[GRADIENTS] = dense * widths.gradients
+        state[WORKING] = dense * ITEMSIZE["bfloat16"]
     edp = max(1, min(layout.edp, strategy.shard_ranks)) if stage else 1
     state.update(model_state_nbytes(experts, widths, stage=stage, ranks=edp))
     return dict(state)
@@ -104,6 +107,11 @@ def state_widths(precision: str, software: Software) -> StateWidths:
     if widths.optimizer != software.optimizer_bytes and widths.parameters < 4:
         widths = replace(widths, optimizer=software.optimizer_bytes)
     return widths
+
+
+def stays_gathered(strategy: Strategy, software: Software) -> bool:
+    """Return True where ZeRO-3 gathers and reduces once a step, as its pipeline has many microbatches."""
+    return software.gathered_in_pipeline and strategy.zero_stage == 3 and strategy.layout.pp > 1
 
 
 def _storage(precision: str, software: Software) -> str:
@@ -153,6 +161,8 @@ def layer_activations(
         return int(
             layer_nbytes(shape, layout.tp, sequence_parallel=strategy.sequence_parallel, recompute=kept)
         )
+    if mode == "selective" and software.selective == "product":
+        return _every_second_product(model, strategy)
     return llama_layer_nbytes(
         _as_llama(model, layer),
         strategy.microbatch,
@@ -162,6 +172,14 @@ def layer_activations(
         sequence_parallel=strategy.sequence_parallel,
         mode=mode,
     )
+
+
+def _every_second_product(model: ModelShape, strategy: Strategy) -> int:
+    """Return the bytes of a layer's input, attention's output, and of queries, values, gate and down."""
+    tp = strategy.layout.tp
+    residual = 2 * model.hidden_size // (tp if strategy.sequence_parallel else 1)
+    split = (2 * model.heads + model.kv_heads) * model.head_size + model.ffn_size
+    return 2 * strategy.own_tokens * (residual + split // tp)
 
 
 @lru_cache(maxsize=64)
@@ -193,9 +211,16 @@ def _working(
         nbytes += max(of_layers[layer][1] for layer in layers)
     if any(stage.heads for stage in held):
         logits = strategy.own_tokens * model.vocab_size // strategy.layout.tp
-        nbytes += logits * software.logit_bytes
+        nbytes += logits * software.logit_bytes + 4 * strategy.own_tokens * model.hidden_size
     if strategy.zero_stage == 3:
+        # Two gathered layers, of which one is fetched ahead, and the gradients of one.
         width = 2 if strategy.precision in ("bfloat16", "float16", "float8") else 4
-        largest = max(sum(model.layer_parameters(layer)) for layer in layers)
-        nbytes += 2 * width * largest // (strategy.layout.tp * strategy.layout.ep)
+        gathered = 2 * width + (software.gradient_bytes or width)
+        nbytes += gathered * max(_layer_share(model, strategy, layer) for layer in layers)
     return nbytes
+
+
+def _layer_share(model: ModelShape, strategy: Strategy, layer: int) -> int:
+    """Return the parameters of one layer on one rank, gathered."""
+    dense, experts = model.layer_parameters(layer)
+    return dense // strategy.layout.tp + experts // (strategy.layout.ep * strategy.layout.etp)

@@ -26,7 +26,7 @@ from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, products_s
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import span_s
 from hpcpar.planner.software import Software
-from hpcpar.planner.stage_memory import own_parameters
+from hpcpar.planner.stage_memory import own_parameters, stays_gathered
 from hpcpar.planner.stages import Stage, stages_of, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 
@@ -187,7 +187,7 @@ def _reduction(
         gradient = half_allreduce_s(group, width * parameters)
         weights = half_allreduce_s(group, _itemsize(strategy) * parameters)
         share = (ranks - 1) / ranks * parameters
-        if strategy.zero_stage < 2:
+        if strategy.zero_stage < 2 or stays_gathered(strategy, software):
             seconds = gradient + (weights if strategy.zero_stage else gradient)
             nbytes += share * (width + (_itemsize(strategy) if strategy.zero_stage else width))
             last_backward = behind_s / m

@@ -25,8 +25,6 @@ class Strategy:
     microbatch         sequences that a rank computes at once
     sequence           tokens of a sequence
     zero_stage         0 replicas; shards 1 optimizer state, 2 gradients too, 3 parameters too
-    dp_shard           ranks of dp × cp that one set of shards spreads over (HSDP: the sets are replicas);
-                       None = all
     schedule           of the pipeline, by name
     stages_per_rank    None = the schedule's default
     recompute          activations that backward recomputes
@@ -42,7 +40,6 @@ class Strategy:
     microbatch: int = 1
     sequence: int = 4096
     zero_stage: Literal[0, 1, 2, 3] = 0
-    dp_shard: int | None = None
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     recompute: Recompute = NO_RECOMPUTE
@@ -73,20 +70,12 @@ class Strategy:
                 f"sequence={self.sequence} does not divide among {own} ranks of cp and tp; take "
                 f"{-(-self.sequence // own) * own}"
             )
-        self._check_shard()
+        if self.layout.shard_ranks is not None and self.zero_stage == 0:
+            raise ConfigError(
+                f"dp_shard={self.layout.dp_shard} with zero_stage=0 shards nothing; set zero_stage"
+            )
         if self.layout.pp > 1:
             find(self.schedule).place(self.layout.pp, self.stages_per_rank)
-
-    def _check_shard(self) -> None:
-        replicas = self.layout.dp * self.layout.cp
-        if self.dp_shard is None:
-            return
-        if self.zero_stage == 0:
-            raise ConfigError(f"dp_shard={self.dp_shard} with zero_stage=0 shards nothing; set zero_stage")
-        if self.dp_shard < 1 or replicas % self.dp_shard:
-            raise LayoutError(
-                f"dp_shard={self.dp_shard} must divide dp x cp = {replicas}: the sets of shards are replicas"
-            )
 
     @property
     def microbatches(self) -> int:
@@ -95,10 +84,10 @@ class Strategy:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that one set of shards spreads over: dp_shard, or dp · cp; 1 without ZeRO."""
+        """Ranks that one set of shards spreads over: dp_shard · cp, or dp · cp; 1 without ZeRO."""
         if self.zero_stage == 0:
             return 1
-        return self.dp_shard or self.layout.dp * self.layout.cp
+        return self.layout.shard_ranks or self.layout.dp * self.layout.cp
 
     @property
     def chunks_per_rank(self) -> int:
@@ -126,8 +115,7 @@ class Strategy:
         """Format "tp=8 x pp=4, ZeRO-1, microbatch 2, recompute full"."""
         parts = [str(self.layout)]
         if self.zero_stage:
-            within = f" over {self.dp_shard}" if self.dp_shard else ""
-            parts.append(f"ZeRO-{self.zero_stage}{within}")
+            parts.append(f"ZeRO-{self.zero_stage}")
         parts.append(f"microbatch {self.microbatch}")
         if self.layout.pp > 1:
             parts.append(self.schedule + (f" of {self.chunks_per_rank}" if self.chunks_per_rank > 1 else ""))

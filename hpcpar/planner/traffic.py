@@ -181,6 +181,7 @@ def data_parallel_nbytes(
     algorithm: str | None = None,
     dtype: object | None = None,
     gathered: bool = True,
+    maps: bool = True,
 ) -> dict[str, int]:
     """Count the bytes of gradients and parameters, by collective.
 
@@ -194,14 +195,12 @@ def data_parallel_nbytes(
 
     dtype       in which gradients are reduced; None = their own
     gathered    parameters travel; False where the ranks of a node share them
+    maps        False where maps are all-reduced over other ranks, too
     """
     held = list(buckets)
-    parameters = sum(len(bucket.members) for bucket in held)
-    if not parameters:
+    if not any(bucket.members for bucket in held):
         return {}
-    named = algorithm if stage == 0 else None
-    map_nbytes = usage_map_nbytes(parameters)
-    reduced = allreduce_nbytes(comm, map_nbytes, algorithm=named, dtype="uint8", op="or")
+    reduced = maps_nbytes(comm, held, algorithm if stage == 0 else None) if maps else 0
     total: Counter[str] = Counter()
     for bucket in held:
         own_dtype, on_device = dtype_of(bucket), is_on_gpu(bucket)
@@ -226,6 +225,32 @@ def data_parallel_nbytes(
     if stage:
         reduced += counts.norms * allreduce_nbytes(comm, NORM_NBYTES, dtype="float64")
     return {"allreduce": counts.steps * reduced, **total}
+
+
+def maps_nbytes(comm: Ranks, buckets: Iterable[FlatBuffer], algorithm: str | None = None) -> int:
+    """Count the bytes of one all-reduce of the map of parameters with a gradient."""
+    parameters = sum(len(bucket.members) for bucket in buckets)
+    if not parameters:
+        return 0
+    map_nbytes = usage_map_nbytes(parameters)
+    return allreduce_nbytes(comm, map_nbytes, algorithm=algorithm, dtype="uint8", op="or")
+
+
+def replicas_nbytes(
+    across: Ranks, buckets: Iterable[FlatBuffer], lengths: Iterable[int], dtype: object | None = None
+) -> int:
+    """Count the bytes that all r ranks with the same shard send to average it once (HSDP): 2(r-1)Φ/n values.
+
+    lengths   elements of the shard of each bucket, of n
+    dtype     in which gradients are reduced; None = their own
+    """
+    total = 0
+    for bucket, length in zip(buckets, lengths, strict=True):
+        travels_as = dtype_of(bucket) if dtype is None else dtype_name(dtype)
+        nbytes = length * ITEMSIZE[travels_as]
+        on_device = is_on_gpu(bucket)
+        total += allreduce_nbytes(across, nbytes, dtype=travels_as, op="average", on_device=on_device)
+    return total
 
 
 def expected_nbytes(

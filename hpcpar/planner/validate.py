@@ -31,7 +31,7 @@ from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.constants import Constants, constants_of, fit, with_constants
 from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.layout import Layout
+from hpcpar.planner.layout import DEGREES, Layout
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import Recompute
 from hpcpar.planner.software import SOFTWARE, Software
@@ -288,10 +288,10 @@ def _model(table: Mapping[str, str]) -> ModelShape:
 
 
 def _strategy(table: Mapping[str, str]) -> Strategy:
-    degrees = {axis: int(table[axis]) for axis in ("pp", "dp", "cp", "tp", "ep", "etp") if axis in table}
+    degrees = {axis: int(table[axis]) for axis in DEGREES if axis in table}
     given: dict[str, Any] = {
         key: int(table[key])
-        for key in ("global_batch", "microbatch", "sequence", "zero_stage", "dp_shard", "stages_per_rank")
+        for key in ("global_batch", "microbatch", "sequence", "zero_stage", "stages_per_rank")
         if key in table
     }
     given |= {key: table[key] for key in ("schedule", "precision", "cp_method", "offload") if key in table}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from hpcpar.comm import Communicator
 from hpcpar.context_parallel import ContextParallel
@@ -19,6 +20,7 @@ from hpcpar.data_parallel import (
     broadcast_parameters,
     fully_shard,
 )
+from hpcpar.data_parallel.combined_optimizer import MUON
 from hpcpar.errors import ConfigError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.launch.binding import affinity, gpu_for, thread_count
@@ -164,11 +166,13 @@ def build_model(
     tp: TensorParallel,
     context: ContextParallel | None = None,
     experts: ExpertRanks | None = None,
+    shard_ranks: int | None = None,
 ) -> Llama:
     """Build the same model on every rank of `dp_comm`; each rank of `tp` has its part of every layer.
 
     context   ranks that share each sequence
     experts   ranks that divide the experts
+    shard_ranks   as of `fully_shard`
 
     With zero_stage = 3 a rank holds only its shard of that part, of a Hugging Face model read from its files;
     in other stages `read_start` reads them.
@@ -190,6 +194,7 @@ def build_model(
             precision=precision_of(config),
             prefetch=section.prefetch,
             shared_parameters=section.shared_parameters,
+            shard_ranks=shard_ranks,
             values=lambda name, tensor: own_shard(tensor, value_of(name)),
             device=device,
         )
@@ -240,11 +245,13 @@ def build_optimizer(
     *,
     tied: Mapping[str, bool] | None = None,
     backwards: int = 1,
+    shard_ranks: int | None = None,
 ) -> DistributedOptimizer:
     """Build the configured optimizer, on gradients averaged over `dp_comm`.
 
     tied        parameters of which other stages have copies: see DistributedOptimizer
     backwards   in a step, without `no_sync`
+    shard_ranks   as of DistributedOptimizer
     """
     section = config.optimizer
     return DistributedOptimizer(
@@ -263,6 +270,7 @@ def build_optimizer(
         bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
         first_bucket_bytes=int(section.first_bucket_mib * MiB),
         algorithm=section.algorithm,
+        shard_ranks=None if section.zero_stage == 3 else shard_ranks,
     )
 
 
@@ -291,17 +299,28 @@ def plain_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
         layers = [p for name, p in named if p.dim() == 2 and not name.endswith((EMBEDDING, HEAD))]
         own = set(map(id, layers))
         rest = {"params": [p for p in matrices if id(p) not in own], "weight_decay": section.weight_decay}
-        muon = Muon(
-            [{"params": layers}],
-            lr=section.learning_rate,
-            weight_decay=section.weight_decay,
-            momentum=section.muon_momentum,
-            adjust_lr_fn=section.muon_scale,
-        )
-        rate = section.rate_of("AdamW")
-        adamw = AdamW([rest, vectors], lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
-        return CombinedOptimizer(muon, adamw)
+        return _muon_with_adamw(section, layers, [rest, vectors])
     groups = [{"params": matrices, "weight_decay": section.weight_decay}, vectors]
     if section.name == "sgd":
         return SGD(groups, lr=section.learning_rate, momentum=section.momentum)
     return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.epsilon, fused=True)
+
+
+def _muon_with_adamw(
+    section: OptimizerSection, layers: list[nn.Parameter], others: list[dict[str, Any]]
+) -> CombinedOptimizer:
+    if MUON is None:
+        raise ConfigError(
+            f"optimizer.name = 'muon', but torch {torch.__version__} has none; install torch 2.9 or newer, "
+            "or set optimizer.name=adamw"
+        )
+    muon = MUON(
+        [{"params": layers}],
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        momentum=section.muon_momentum,
+        adjust_lr_fn=section.muon_scale,
+    )
+    rate = section.rate_of("AdamW")
+    adamw = AdamW(others, lr=rate, betas=section.betas, eps=section.epsilon, fused=True)
+    return CombinedOptimizer(muon, adamw)

@@ -300,6 +300,8 @@ class MeshSection(Section):
     tp   tensor: ranks that share each layer
     ep   expert: ranks that divide the experts, folded out of dp × cp × tp / etp
     etp  ranks that each expert is split over: 1, or as tp
+    dp_shard   dp ranks that share a set of ZeRO's shards, as those of a node; shards of gradients are
+               averaged over the other sets (HSDP). -1 = all of dp
     """
 
     pp: int = 1
@@ -308,6 +310,7 @@ class MeshSection(Section):
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    dp_shard: int = -1
 
 
 class PipelineSection(Section):
@@ -481,6 +484,21 @@ class Config(Section):
     @property
     def recompute(self) -> Recompute:
         return Recompute(self.train.recompute, self.train.recompute_layers)
+
+    def require_shards_for(self, dp_shard: int | None) -> None:
+        """Raise ConfigError for sets of shards where nothing is sharded, or nodes share parameters."""
+        if dp_shard is None:
+            return
+        if self.optimizer.zero_stage == 0:
+            raise ConfigError(
+                f"mesh.dp_shard = {dp_shard} with optimizer.zero_stage = 0: nothing is sharded; set "
+                "optimizer.zero_stage=1, 2 or 3, or leave mesh.dp_shard out"
+            )
+        if self.optimizer.shared_parameters:
+            raise ConfigError(
+                f"mesh.dp_shard = {dp_shard} with optimizer.shared_parameters: a node has its parameters "
+                "once as it is; leave one of them out"
+            )
 
     def require_sequence_for(self, tp: int) -> None:
         """Raise ConfigError where sequence parallelism cannot give `tp` ranks equal parts of a sequence."""

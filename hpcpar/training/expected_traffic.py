@@ -195,7 +195,7 @@ def _norms(
     """
     over, reducer = split_over(model), optimizer.reducer
     kinds = {
-        (over.get(name, ()), optimizer.replica_comms.of(info_of(parameter).replicas))
+        (over.get(name, ()), optimizer.replica_comms.shard_comm(info_of(parameter).replicas))
         for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
     }
     total: Counter[tuple[Communicator, str]] = Counter()

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.mesh import DEGREES, Layout
+from hpcpar.mesh import Layout
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.activations import llama_ends_nbytes
 from hpcpar.planner.cluster import Cluster
@@ -169,9 +169,7 @@ def predict(
     machine   the file of this machine's description
     step_s    median seconds of a step; None: no step was done
     """
-    config = config.model_copy(
-        update={"mesh": MeshSection(**{axis: layout.degree(axis) for axis in DEGREES})}
-    )
+    config = config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
     shape = ModelShape.from_llama(sizes, config.model.preset)
     missing: list[str] = []
     found: Estimate | None = None

@@ -155,6 +155,7 @@ def _require_layouts(configs: Sequence[Config], ranks: int) -> None:
             config.require_recompute()
             config.require_sequence_for(layout.tp)
             config.require_experts_for(layout.ep)
+            config.require_shards_for(layout.dp_shard)
             config.require_pipeline_for(layout.pp, layout.dp)
         except (ConfigError, LayoutError) as error:
             raise type(error)(f"stage {number}: {error}") from error

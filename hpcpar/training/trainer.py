@@ -90,6 +90,7 @@ class Run:
         config.require_recompute()
         config.require_sequence_for(self.mesh.tp.size)
         config.require_experts_for(self.mesh.ep.size)
+        config.require_shards_for(self.mesh.layout.dp_shard)
         self.tp = tensor_parallel_of(config, self.mesh.tp)
         config.require_pipeline_for(self.mesh.pp.size, self.mesh.dp.size)
         self._losses = self._split_for_losses()
@@ -137,11 +138,14 @@ class Run:
             self.tp,
             self.sequences.context,
             self._experts,
+            self.mesh.layout.shard_ranks,
         )
         read_start(model, config, self.comm)
         # Counted before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
-        self.optimizer = build_optimizer(config, model, self.mesh.replicas)
+        self.optimizer = build_optimizer(
+            config, model, self.mesh.replicas, shard_ranks=self.mesh.layout.shard_ranks
+        )
         microbatches = self.batches.microbatches(config.train.global_batch)
         self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
 
@@ -163,7 +167,12 @@ class Run:
         self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
         tied = TiedWeights(mesh.pp, model.tied_parameters())
         self.optimizer = build_optimizer(
-            config, model, self.mesh.replicas, tied=copies_here(model, tied), backwards=microbatches
+            config,
+            model,
+            self.mesh.replicas,
+            tied=copies_here(model, tied),
+            backwards=microbatches,
+            shard_ranks=mesh.layout.shard_ranks,
         )
         self.worker = PipelinedModel(model, schedule, mesh, tied, self.optimizer, self.sequences)
 

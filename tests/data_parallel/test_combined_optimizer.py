@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hpcpar.comm import Communicator
@@ -15,13 +15,15 @@ from hpcpar.data_parallel import CombinedOptimizer, DistributedOptimizer
 from hpcpar.data_parallel.combined_optimizer import is_muon, steps_on_matrices
 from hpcpar.errors import OperationError
 
+Muon = pytest.importorskip("torch.optim._muon", reason="torch before 2.9").Muon
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def apart(model: nn.Module) -> tuple[Muon, AdamW]:
+def apart(model: nn.Module) -> tuple[Optimizer, AdamW]:
     parameters = list(model.parameters())
     return (
         Muon([p for p in parameters if p.dim() == 2], lr=0.02),

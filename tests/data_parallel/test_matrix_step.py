@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import CombinedOptimizer, DistributedOptimizer, fully_shard
@@ -21,6 +21,8 @@ from hpcpar.errors import OperationError
 from hpcpar.tensor_parallel.split import Split, own_shard, place, split_evenly, split_sections
 from tests.data_parallel.staged import whole
 from tests.grid import pairwise
+
+Muon = pytest.importorskip("torch.optim._muon", reason="torch before 2.9").Muon
 
 STEPS = 10
 LIMITS: dict[str, Any] = {"bucket_bytes": 2_000, "first_bucket_bytes": 500}
@@ -105,7 +107,7 @@ def trained(
     model = Network(tp)
     inner = muon_with_adamw(model, **(muon or {}))
     if stage == 3:
-        fully_shard(model, dp)
+        fully_shard(model, dp, shard_ranks=options.pop("shard_ranks", None))
     optimizer = DistributedOptimizer(
         inner, model.named_parameters(), dp, zero_stage=stage, **LIMITS, **options
     )
@@ -151,6 +153,14 @@ def test_every_stage_has_the_bits_of_one_process(
     for parameters, theory, sent in run_loopback(size, lambda comm: trained(comm, stage, 1, muon=options)):
         torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
         assert sent == theory
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_over_some_of_the_ranks_have_the_bits_of_one_process(stage: int) -> None:
+    """Each group of two ranks has owners of all matrices."""
+    expected = serial(4, steps=3)
+    for parameters, _, _ in run_loopback(4, lambda comm: trained(comm, stage, 1, steps=3, shard_ranks=2)):
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("stage", "dp_size"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
@@ -261,7 +271,7 @@ def test_bfloat16_parameters_have_the_masters_of_float32(stage: int, tp_size: in
         inner = muon_with_adamw(model)
         if stage == 3:
             fully_shard(model, dp, precision="bfloat16")
-        options = {} if stage == 3 else {"precision": "bfloat16"}
+        options: dict[str, Any] = {} if stage == 3 else {"precision": "bfloat16"}
         optimizer = DistributedOptimizer(
             inner, model.named_parameters(), dp, zero_stage=stage, **LIMITS, **options
         )
@@ -392,3 +402,39 @@ def test_shared_parameters_and_unknown_splits_are_refused() -> None:
 
     run_loopback(2, shared)
     run_loopback(2, unknown)
+
+
+def without_one(model: Network) -> tuple[CombinedOptimizer, Tensor]:
+    """Return the optimizer of all parameters but one matrix, and that."""
+    late = model.layers[2].get_parameter("square")
+    matrices = [p for layer in model.layers for p in layer.parameters() if p.dim() == 2 and p is not late]
+    rest = [p for p in model.parameters() if p is not late and not any(p is each for each in matrices)]
+    return CombinedOptimizer(Muon(matrices, lr=0.02), AdamW(rest, lr=0.01)), late
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_matrices_that_are_added_later_have_owners_too(stage: int) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Network(Communicator.alone())
+        inner, late = without_one(model)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, zero_stage=stage, **LIMITS)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [late], "optimizer": "Muon"})
+            model(gradients_of(step, comm.rank, comm.size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            late.grad = None
+        return whole(model)
+
+    model = Network(Communicator.alone())
+    plain, late = without_one(model)
+    for step in range(4):
+        if step == 2:
+            plain.add_param_group({"params": [late], "optimizer": "Muon"})
+        given = [gradients_of(step, rank, 2) for rank in range(2)]
+        for parameter, each in zip(model.parameters(), zip(*given, strict=True), strict=True):
+            parameter.grad = sum(each) / 2
+        plain.step()
+    for parameters in run_loopback(2, body):
+        torch.testing.assert_close(parameters, list(model.parameters()), rtol=0, atol=0)

@@ -16,7 +16,6 @@ from hpcpar.data_parallel import (
 )
 from hpcpar.launch.binding import gpu_for
 from hpcpar.partition import bounds
-from tests.data_parallel.test_matrix_step import Network, gradients_of, muon_with_adamw
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -99,6 +98,8 @@ def test_replicas_on_gpus_follow_one_process(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_on_gpus_follows_one_process(world: Communicator, gpu: torch.device, stage: int) -> None:
     """Gradients are the same to the last bit; kernels may differ with the alignment of what they read."""
+    from tests.data_parallel.test_matrix_step import Network, gradients_of, muon_with_adamw
+
     alone = Network(Communicator.alone()).to(gpu)
     plain = muon_with_adamw(alone)
     model = Network(Communicator.alone()).to(gpu)
