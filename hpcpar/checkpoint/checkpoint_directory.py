@@ -34,6 +34,19 @@ def by_step(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
+def named_by(path: Path) -> list[Path]:
+    """List the checkpoints that a path names: itself, those in it, or those of a run's output directory.
+
+    errors   CheckpointError if there is none
+    """
+    if _is_checkpoint(path):
+        return [path]
+    found = by_step(path) or by_step(path / "checkpoints")
+    if not found:
+        raise CheckpointError(_no_checkpoint(path))
+    return list(found.values())
+
+
 def _is_checkpoint(path: Path) -> bool:
     """Tell whether a path is itself a checkpoint, or has the name of one, whole or not."""
     return (path / MANIFEST).exists() or (_NAME.fullmatch(path.name) is not None and not by_step(path))
@@ -175,13 +188,17 @@ def _first_sound(paths: list[Path], comm: Communicator) -> tuple[Path | None, li
     """Return the first checkpoint that is whole and finite, and the faults of those before. Collective."""
     faults: list[str] = []
     for path in paths:
-        _, fault = _verify(path, comm)
-        if fault is None:
-            fault = comm.broadcast_object(not_finite(path) if comm.rank == 0 else None)
+        fault = verified_fault_of(path, comm)
         if fault is None:
             return path, faults
         faults.append(fault)
     return None, faults
+
+
+def verified_fault_of(path: Path, comm: Communicator) -> str | None:
+    """Say why a checkpoint is not sound, after reading all of it. Collective."""
+    _, fault = _verify(path, comm)
+    return fault or comm.broadcast_object(not_finite(path) if comm.rank == 0 else None)
 
 
 def _verify(path: Path, comm: Communicator) -> tuple[str | None, str | None]:

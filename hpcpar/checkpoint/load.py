@@ -95,7 +95,7 @@ def load(
     chosen = choose_together(Path(path), comm)
     doing = f"loading the checkpoint {chosen}"
     with comm.together(doing):
-        contents = _Contents.read(chosen)
+        contents = Contents.read(chosen)
     if accept is not None:
         accept(chosen, contents.state.extra)
     with comm.together(doing):
@@ -126,7 +126,7 @@ def _renew_masters(distributed: list[DistributedOptimizer], optimizer: Optimizer
 
 
 def _restore_random(
-    contents: _Contents, model: nn.Module, saved: random_state.Saved, comm: Communicator
+    contents: Contents, model: nn.Module, saved: random_state.Saved, comm: Communicator
 ) -> bool:
     """Restore this rank's states; return False if its model's streams had to be left alone."""
     random_state.restore(saved)
@@ -142,7 +142,7 @@ def _restore_random(
 
 
 @dataclass(frozen=True)
-class _Contents:
+class Contents:
     """A verified checkpoint: its state.json, and the location of its tensors."""
 
     path: Path
@@ -152,8 +152,9 @@ class _Contents:
     optimizer: StoredOptimizer | None
 
     @classmethod
-    def read(cls, path: Path) -> _Contents:
+    def read(cls, path: Path) -> Contents:
         manifest = Manifest.of(path)
+        manifest.require(STATE, MODEL, RANDOM, directory=path)
         state, pieces, files = SavedState.read(path / STATE), Pieces(path, manifest), ShardReader(path)
         model = files.all_in(MODEL) | pieces.model
         optimizer = None
@@ -202,8 +203,7 @@ class _Contents:
         with reading(self.path / RANDOM):
             tensors = {
                 name.removeprefix(f"{rank}/"): stored.whole(self.files)
-                for name, stored in self.files.all_in(RANDOM).items()
-                if name.startswith(f"{rank}/")
+                for name, stored in self.files.all_in(RANDOM, prefix=f"{rank}/").items()
             }
             saved = tensors, self.state.random[rank]
             random_state.check(saved)
@@ -215,7 +215,7 @@ class _Restore:
 
     def __init__(
         self,
-        contents: _Contents,
+        contents: Contents,
         model: nn.Module,
         state: ModelState,
         optimizer: Optimizer | None,

@@ -33,6 +33,9 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 
+MAX_JSON_NBYTES = 1 << 30
+"""Largest JSON file that is read: a thousand tensors in the pieces of 10,000 ranks."""
+
 _ADVICE = "use another checkpoint, or copy this one again from where it is whole"
 
 # --- reading what may be damaged, or made by a stranger -------------------------------------------
@@ -66,6 +69,15 @@ def regular(path: Path) -> os.stat_result:
     return status
 
 
+def json_text(path: Path) -> str:
+    """Return the content of a regular file of at most MAX_JSON_NBYTES; CheckpointError for anything else."""
+    if (nbytes := regular(path).st_size) > MAX_JSON_NBYTES:
+        raise CheckpointError(f"{path} has {nbytes} bytes; its kind has at most {MAX_JSON_NBYTES}; {_ADVICE}")
+    # Should a link or a FIFO replace the file now, it is not followed, nor waited for.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
+        return file.read(MAX_JSON_NBYTES)
+
+
 def _plain(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
@@ -87,8 +99,7 @@ class Record(BaseModel):
     def read(cls: type[AnyRecord], path: Path) -> AnyRecord:
         """Parse and validate a file; CheckpointError for whatever is wrong with it."""
         with reading(path):
-            regular(path)
-            return cls.model_validate(json.loads(path.read_text()))
+            return cls.model_validate(json.loads(json_text(path)))
 
 
 # --- state.json -----------------------------------------------------------------------------------
@@ -183,8 +194,7 @@ class Manifest(Record):
             fault = f"is not a complete checkpoint: it has no {MANIFEST}"
             raise CheckpointError(f"{directory} {fault if directory.exists() else 'does not exist'}")
         with reading(path):
-            regular(path)
-            text = path.read_text()
+            text = json_text(path)
             content = json.loads(text)
             if isinstance(content, dict) and content.get("format") not in (None, *READABLE):
                 raise CheckpointError(

@@ -143,6 +143,7 @@ def group_options(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[st
 class StoredOptimizer:
     """The optimizer in a checkpoint.
 
+    tensors   by name in its files: "state/<parameter>/<key>", "options/<group>/<key>"
     aliases   further names of parameters -> first names, under which states are found
     where     its file, for errors
     """
@@ -155,6 +156,7 @@ class StoredOptimizer:
         files: ShardReader,
         where: str,
     ) -> None:
+        self.tensors = tensors
         self._saved = saved
         self._aliases = aliases
         self._files = files

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.mesh import Layout
+from hpcpar.mesh import AXES, Layout
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.activations import llama_ends_nbytes
 from hpcpar.planner.cluster import Cluster
@@ -112,10 +112,10 @@ def strategy_of(config: Config) -> Strategy:
     errors   ConfigError where mesh.dp is left to the number of ranks
     """
     degrees, train = config.mesh.model_dump(), config.train
-    if -1 in [degrees[axis] for axis in ("pp", "dp", "cp", "tp")]:
+    if -1 in [degrees[axis] for axis in AXES]:
         raise ConfigError("a dry run has no ranks to count: give each degree, as in mesh.dp=8")
     return Strategy(
-        Layout(**degrees),
+        Layout.fit(math.prod(degrees[axis] for axis in AXES), **degrees),
         train.global_batch,
         train.microbatch,
         train.sequence,

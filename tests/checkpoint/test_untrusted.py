@@ -6,6 +6,7 @@ import json
 import os
 import random
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from hpcpar.checkpoint import load, read_extra, save
-from hpcpar.checkpoint.manifest import MANIFEST, FileDigest, Manifest
+from hpcpar.checkpoint.manifest import MANIFEST, FileDigest, Manifest, SavedState
 from hpcpar.comm import Communicator
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import CheckpointError
@@ -192,6 +193,36 @@ def test_a_header_of_another_type_is_refused(saved: Path, name: str, dtype: str)
     assert outcome(saved) != "loaded"
 
 
+def test_a_json_file_beyond_the_limit_is_refused_unread(saved: Path) -> None:
+    for name in (MANIFEST, "state.json"):
+        content = (saved / name).read_bytes()
+        os.truncate(saved / name, 1 << 42)  # sparse
+        with pytest.raises(CheckpointError, match="bytes; its kind has at most"):
+            Manifest.of(saved) if name == MANIFEST else SavedState.read(saved / name)
+        (saved / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "random.safetensors"])
+def test_a_header_of_many_empty_tensors_is_refused_in_seconds(saved: Path, name: str) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    text = json.dumps({f"state/{n}/x": empty for n in range(100_000)}).encode()
+    (saved / name).write_bytes(struct.pack("<Q", len(text)) + text)
+    seal(saved)
+    began = time.process_time()
+    assert outcome(saved) != "loaded"
+    assert time.process_time() - began < 10  # 3 s on an idle core
+
+
+def test_a_part_that_is_there_many_times_is_refused_in_seconds(saved: Path) -> None:
+    def change(content: Any) -> None:
+        first_record(content)["parts"] *= 50_000
+
+    edit(saved / "pieces.json", change)
+    began = time.process_time()
+    assert "cannot have regions" in outcome(saved)
+    assert time.process_time() - began < 5
+
+
 def mutated(value: Any, chance: random.Random) -> Any:
     """Replace one value somewhere in a JSON value."""
     if isinstance(value, (dict, list)) and value and chance.random() < 0.9:
@@ -205,18 +236,18 @@ def mutated(value: Any, chance: random.Random) -> Any:
 def test_random_changes_are_loaded_or_refused_and_nothing_else(saved: Path, name: str) -> None:
     chance = random.Random(0)
     content, refused = (saved / name).read_text(), 0
-    for _ in range(60):
+    for _ in range(130):
         edit(saved / name, lambda value: mutated(value, chance))
         refused += outcome(saved) != "loaded"
         (saved / name).write_text(content)
-    assert refused > 20
+    assert refused > 40
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "random.safetensors", PIECE])
 def test_random_bytes_in_headers_are_loaded_or_refused_and_nothing_else(saved: Path, name: str) -> None:
     chance = random.Random(1)
     content, refused = (saved / name).read_bytes(), 0
-    for _ in range(40):
+    for _ in range(80):
         changed = bytearray(content)
         changed[chance.randrange(200)] = chance.randrange(256)
         (saved / name).write_bytes(changed)

@@ -42,6 +42,7 @@ def told_by(config: Config, size: int) -> tuple[dict[str, dict[str, float]], str
         ("mesh.tp=2", "tensor_parallel.sequence_parallel=true"),
         ("mesh.pp=2", "model.layers=4", "model.ffn_size=128"),  # layers that divide evenly, by flops too
         ("mesh.cp=2",),
+        ("mesh.dp_shard=1", "optimizer.zero_stage=2"),
     ],
     ids=lambda options: options[0],
 )

@@ -81,7 +81,7 @@ def test_a_full_form_fits_its_machine_in_every_stage(name: str) -> None:
 def test_the_trainer_has_nothing_against_a_full_form(name: str) -> None:
     for config in recipe(name, full=True).stages:
         layout, sizes = (
-            Layout(**config.mesh.model_dump()),
+            strategy_of(config).layout,
             config.model_config_for(config.model.vocab_size or 0),
         )
         require_composition(config, layout)
