@@ -72,13 +72,13 @@ def pairwise(model: Options, *, ranks: int, seed: int, leave_out: tuple[str, ...
         for one, other in itertools.product(values[a], values[b])
     }
     for pair in sorted(missing, key=sorted):
-        if drawn(dict(pair), model, ranks) is None:
+        if drawn(dict(sorted(pair)), model, ranks) is None:
             missing.discard(pair)
     while missing:
         pair = rng.choice(sorted(missing, key=sorted))
         best = None
         for _ in range(5):
-            candidate = _completed(dict(pair), values, missing, model, ranks, rng)
+            candidate = _completed(dict(sorted(pair)), values, missing, model, ranks, rng)
             gain = len(pairs_of(candidate.choice) & missing)
             if best is None or gain > best[0]:
                 best = gain, candidate
