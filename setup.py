@@ -13,6 +13,14 @@ AUTHOR = "The hpcpar authors"
 AUTHOR_EMAIL = "hpcpar@example.org"
 HOME = "https://example.org/hpcpar"
 
+FILES = [
+    "py.typed",
+    "transport/gpu/*.cu",
+    "planner/machines/*.toml",
+    "planner/fitted/*.json",
+    "training/recipes/*.toml",
+]
+
 REQUIRED = [
     "torch>=2.5",
     "numpy>=1.26",
@@ -113,12 +121,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
-    package_data={
-        "hpcpar": [
-            *("py.typed", "transport/gpu/*.cu", "planner/machines/*.toml", "planner/fitted/*.json"),
-            "training/recipes/*.toml",
-        ]
-    },
+    package_data={"hpcpar": FILES},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import ast
 import importlib.metadata
-import json
 import re
 import shutil
 import subprocess
@@ -39,9 +39,10 @@ def needed() -> list[Requirement]:
 
 
 def test_every_file_beside_the_modules_is_part_of_an_installed_package() -> None:
-    listed = re.search(r"package_data=\{\s*\"hpcpar\": (\[.*?\])\s*\}", (ROOT / "setup.py").read_text())
+    listed = re.search(r"^FILES = (\[.*?\])$", (ROOT / "setup.py").read_text(), re.MULTILINE | re.DOTALL)
     assert listed is not None
-    found = {path for pattern in json.loads(listed[1]) for path in (ROOT / "hpcpar").glob(pattern)}
+    patterns = ast.literal_eval(listed[1])
+    found = {path for pattern in patterns for path in (ROOT / "hpcpar").glob(pattern)}
     files = {path for path in (ROOT / "hpcpar").rglob("*.*") if path.suffix not in (".py", ".pyc")}
     assert found == files
 

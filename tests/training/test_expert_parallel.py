@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.zero3 import summon_full_parameters
-from hpcpar.errors import CheckpointError, ConfigError, LayoutError, OperationError
+from hpcpar.errors import CheckpointError, ConfigError, LayoutError
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Config, Run
 from hpcpar.training.metrics import records_of
@@ -310,8 +310,8 @@ def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout:
         (
             2,
             ("mesh.ep=2", "optimizer.shared_parameters=true", "optimizer.zero_stage=1"),
-            OperationError,
-            "experts are spread over ranks",
+            ConfigError,
+            "ranks of a node hold different experts",
         ),
     ],
 )
