@@ -43,7 +43,7 @@ class Arrow(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What each rank holds, and what leaves next."""
+    """Memory of all ranks between two steps, and the messages of the next one."""
 
     name: str
     memories: Sequence[Memory]

@@ -20,7 +20,7 @@ COLOURS = ((0.36, 0.60, 0.86), (0.95, 0.60, 0.25), (0.42, 0.72, 0.38))
 
 
 class StageMemory(NamedTuple):
-    """What a stage leaves on each rank.
+    """Bytes on each rank in a stage of ZeRO, and its traffic.
 
     nbytes    by part of the model state
     traffic   parameters that a rank sends in a step, over (p - 1)/p

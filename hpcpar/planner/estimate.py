@@ -96,7 +96,7 @@ class Estimate:
 
     @property
     def mfu_convention(self) -> str:
-        """What the MFU counts, in words."""
+        """Words for what the MFU counts: scores, recomputation, and of which peak it is a share."""
         scores = "half of the scores (causal)" if self.software.causal_mfu else "all scores"
         return f"matrix products, {scores}, no recomputation; peak of {self.strategy.precision}"
 

@@ -1,4 +1,4 @@
-"""What to do where no layout fits: the fewest nodes that would, and the smallest changes."""
+"""Advice where no layout fits: the fewest nodes on which one would, and the smallest changes."""
 
 from __future__ import annotations
 

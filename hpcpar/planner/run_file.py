@@ -17,7 +17,7 @@ from typing import Any
 from hpcpar.errors import ConfigError
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.experts import Experts
-from hpcpar.planner.layout import AXES
+from hpcpar.planner.layout import AXES, DEGREES
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import PRESETS, LlamaConfig
 from hpcpar.planner.stages import stages_of
@@ -36,7 +36,7 @@ OF_TRAINER = {
     "sequence_parallel": ("tensor_parallel", "sequence_parallel"),
     "cp_method": ("context_parallel", "method"),
     "offload": ("optimizer", "offload"),
-    **{axis: ("mesh", axis) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")},
+    **{axis: ("mesh", axis) for axis in DEGREES},
 }
 """Keys of a strategy, and where the trainer's file has them."""
 

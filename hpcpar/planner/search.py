@@ -49,9 +49,9 @@ STAGES_PER_RANK = (2, 4, 8)
 DEGREE_KEYS = ("pp", "dp", "cp", "tp", "ep", "etp")
 OPTION_KEYS = (
     *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
-    *("cp_method", "offload"),
+    *("cp_method", "offload", "dp_shard"),
 )
-COUNTS = (*DEGREE_KEYS, "microbatch", "stages_per_rank")
+COUNTS = (*DEGREE_KEYS, "microbatch", "stages_per_rank", "dp_shard")
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "schedule": tuple(METHODS),
@@ -62,12 +62,12 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 """Values of the keys that have a few."""
 
 FIXABLE = (*DEGREE_KEYS, *OPTION_KEYS)
-"""What a request may fix; all but cp_method and offload are searched otherwise."""
+"""What a request may fix; all but cp_method, offload and dp_shard are searched otherwise."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """Model, machine and batch whose layouts are to be ranked.
 
     cluster        its nodes are all used
     global_batch   sequences of an optimizer step, of `sequence` tokens each
@@ -201,8 +201,11 @@ def layouts_of(request: PlanRequest) -> Iterator[Layout]:
                     if not request.allows("etp", etp):
                         continue
                     for ep in divisors(dp * cp * tp // etp) if experts is not None else (1,):
-                        if request.allows("ep", ep):
-                            yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+                        if not request.allows("ep", ep):
+                            continue
+                        for shard in request.only("dp_shard", None):
+                            if dp % (shard or dp) == 0:
+                                yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, dp_shard=shard)
 
 
 def divisors(number: int) -> list[int]:
@@ -299,6 +302,7 @@ def _with_zero(
         request.global_batch,
         microbatch,
         request.sequence,
+        zero_stage=0 if layout.shard_ranks is None else 1,
         schedule=schedule,
         stages_per_rank=per_rank,
         recompute=recompute,
@@ -307,6 +311,8 @@ def _with_zero(
     )
     for stage in (0, 1, 2, 3):
         if not request.allows("zero_stage", stage) or zero_refusal(request.model, layout, stage, schedule):
+            continue
+        if stage == 0 and layout.shard_ranks is not None:
             continue
         if stage and layout.dp * layout.cp == 1 and "zero_stage" not in request.fixed:
             continue

@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Software:
-    """What a training program's implementation adds to the model's arithmetic.
+    """Bytes, kernels and overlap that a training program's implementation adds to the model's arithmetic.
 
     fused_attention   scores are never written to memory (FlashAttention); masked blocks are skipped
     whole             elementwise bytes of a layer's forward for each value of [T, H], on every tp rank unless

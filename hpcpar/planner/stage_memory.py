@@ -89,13 +89,12 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage])
 def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Software) -> dict[str, int]:
     """Return the bytes of model state by purpose, of a rank with so many parameters before ZeRO."""
     widths = state_widths(strategy.precision, software)
-    stage, layout = strategy.zero_stage, strategy.layout
+    stage = strategy.zero_stage
     state = Counter(model_state_nbytes(dense, widths, stage=stage, ranks=strategy.shard_ranks))
     if stays_gathered(strategy, software):
         state[GRADIENTS] = dense * widths.gradients
         state[WORKING] = dense * ITEMSIZE["bfloat16"]
-    edp = max(1, min(layout.edp, strategy.shard_ranks)) if stage else 1
-    state.update(model_state_nbytes(experts, widths, stage=stage, ranks=edp))
+    state.update(model_state_nbytes(experts, widths, stage=stage, ranks=strategy.expert_shards))
     return dict(state)
 
 

@@ -177,13 +177,25 @@ def _reduction(
     dense, experts = own_parameters(model, strategy, held)
     width = software.gradient_bytes or _itemsize(strategy)
     total = hidden = nbytes = 0.0
-    groups = ((dense, layout.dp * layout.cp, layout.tp), (experts, layout.edp, layout.ep * layout.etp))
+    groups = (
+        (dense, layout.dp * layout.cp, layout.tp, strategy.shard_ranks),
+        (experts, layout.edp, layout.ep * layout.etp, strategy.expert_shards),
+    )
     link = cluster.node.name
-    for parameters, ranks, stride in groups:
+    for parameters, copies, stride, shards in groups:
+        ranks = shards if strategy.zero_stage else copies
+        if copies > ranks and parameters:  # HSDP: shards are averaged over the sets
+            across, nbytes_of_shard = (
+                Group.of(cluster, copies // ranks, stride * ranks),
+                width * parameters / ranks,
+            )
+            link = across.link.name
+            total += allreduce_s(across, nbytes_of_shard)
+            nbytes += 2 * (1 - ranks / copies) * nbytes_of_shard
         if ranks == 1 or not parameters:
             continue
         group = Group.of(cluster, ranks, stride)
-        link = group.link.name
+        link = group.link.name if copies == ranks else link
         gradient = half_allreduce_s(group, width * parameters)
         weights = half_allreduce_s(group, _itemsize(strategy) * parameters)
         share = (ranks - 1) / ranks * parameters
@@ -209,7 +221,7 @@ def _optimizer_s(
 ) -> float:
     """Return the seconds of the update: it reads and writes the state once, from the host if offloaded."""
     dense, experts = own_parameters(model, strategy, held)
-    own = dense / strategy.shard_ranks + experts / max(1, min(strategy.layout.edp, strategy.shard_ranks))
+    own = dense / strategy.shard_ranks + experts / strategy.expert_shards
     nbytes = own * (2 * software.optimizer_bytes + 3 * (software.gradient_bytes or 2) + 2)
     if strategy.offload is None:
         return elementwise_s(cluster.device, nbytes)

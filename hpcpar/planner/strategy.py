@@ -90,6 +90,12 @@ class Strategy:
         return self.layout.shard_ranks or self.layout.dp * self.layout.cp
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks of such a set with copies of the same experts, which are sharded over these."""
+        layout = self.layout
+        return max(1, self.shard_ranks * layout.tp // (layout.ep * layout.etp)) if self.zero_stage else 1
+
+    @property
     def chunks_per_rank(self) -> int:
         """Stages of the pipeline on one rank."""
         if self.layout.pp == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpcpar.errors import ConfigError, LayoutError
@@ -83,3 +85,27 @@ def test_recomputation_trades_time_for_memory() -> None:
         of[mode] = estimate(ModelShape.named("llama2-7b"), Cluster.named("a100-dgx"), strategy)
     assert of["none"].step_s < of["selective"].step_s < of["full"].step_s
     assert of["none"].peak_nbytes > of["selective"].peak_nbytes > of["full"].peak_nbytes
+
+
+def test_sets_of_shards_take_more_memory_and_send_shards_alone_between_them() -> None:
+    """HSDP: 2(n - 1)/n of the parameters within a set of n, 2(r - 1)/r of a shard between r sets."""
+    model, cluster = ModelShape.named("llama3-8b"), Cluster.named("h100-dgx").with_nodes(4)
+
+    def found(dp_shard: int | None) -> tuple[float, float]:
+        layout = Layout(dp=32, dp_shard=dp_shard)
+        one = estimate(model, cluster, Strategy(layout, global_batch=32, zero_stage=1, sequence=2048))
+        (dp,) = one.traffic
+        return dp.nbytes, one.stages[0].purposes["optimizer state"]
+
+    phi = model.parameters()
+    sent, state = found(8)
+    assert sent == pytest.approx(2 * 2 * phi * 7 / 8 + 2 * 2 * (phi / 8) * 3 / 4, rel=1e-6)
+    assert found(None)[0] == pytest.approx(2 * 2 * phi * 31 / 32, rel=1e-6)
+    assert state == pytest.approx(12 * phi / 8, rel=1e-6)
+
+
+def test_experts_are_sharded_over_their_copies_in_a_set() -> None:
+    strategy = Strategy(Layout(dp=8, ep=4, dp_shard=4), global_batch=8, zero_stage=1)
+    assert strategy.expert_shards == 1
+    assert replace(strategy, layout=Layout(dp=8, ep=2, dp_shard=4)).expert_shards == 2
+    assert replace(strategy, layout=Layout(dp=8, ep=2)).expert_shards == 4
