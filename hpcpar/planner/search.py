@@ -314,7 +314,7 @@ def _with_zero(
             continue
         if stage == 0 and layout.shard_ranks is not None:
             continue
-        if stage and layout.dp * layout.cp == 1 and "zero_stage" not in request.fixed:
+        if stage and layout.dp * layout.cp == layout.edp == 1 and "zero_stage" not in request.fixed:
             continue
         for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
             for place in request.only("offload", None):
