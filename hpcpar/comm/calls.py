@@ -18,7 +18,7 @@ import numpy as np
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.comm import agree
 from hpcpar.comm.collectives import COLLECTIVES, MESSAGES, ROOTED
-from hpcpar.comm.compiled import CompiledCollective, Handle
+from hpcpar.comm.compiled import CompiledCollective, Handle, Turn
 from hpcpar.comm.compiling import compile_collective, compile_message
 from hpcpar.comm.devices import Devices
 from hpcpar.comm.executors import native
@@ -89,6 +89,7 @@ class Calls:
     cache     compiled collectives by request: the only cache on the way of a call
     segment   memory shared with the other ranks of the node; None: there is none
     tag       of the `group` that made the communicator
+    receives  turns of messages from one rank under one tag
     """
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str, tag: int | None = None) -> None:
@@ -108,6 +109,7 @@ class Calls:
         self.latest: CompiledCollective | None = None
         self.abandoned: list[object] = []
         self.signatures: dict[int, Signature] = {}
+        self.receives: dict[tuple[int, int], Turn] = {}
         self.mailroom = Mailroom(transport)
         self._table = runtime.tuning.table(transport.nodes)
         self._on_device: tuple[Devices, Tuning, Table] | None = None
@@ -160,7 +162,7 @@ class Calls:
             compiled = self._compiled(Request(*key[:4], *asked), buffer, out)
             if compiled.is_cached:
                 self.keep(key, compiled)
-        is_counted = compiled.comm_id is not None
+        is_counted = not compiled.is_message
         if self.checked and is_counted:
             self.require_same(compiled.described)
         if compiled.count_write is not None:
@@ -261,7 +263,6 @@ class Calls:
             compiled.is_cached = False
             return
         self.cache[key] = compiled
-        # Messages keep no memory, so that they need no sum.
         is_over = compiled.nbytes and sum(each.nbytes for each in self.cache.values()) > CACHED_NBYTES
         if is_over or len(self.cache) > CACHED:
             idle = [
@@ -286,9 +287,9 @@ class Calls:
         self.require_usable("probe")
         found = COLLECTIVE_TAGS + self.user_tag(tag)
         self.progress.poke()
-        # Of a long message for a GPU the later pieces come before receives are posted for them: no message of
-        # that rank is found until the receive has ended.
-        receives = [each.device_receive for each in self.progress.under_way if each.comm == self.name]
+        # Of a long message the later pieces may come before receives are posted for them: no message of that
+        # rank is found until the receive has ended.
+        receives = [each.receive for each in self.progress.under_way if each.comm == self.name]
         receiving = {receive[0] for receive in receives if receive is not None and receive[1] == found}
         offered = self.mailroom.offered(found)
         if offered is not None or not receiving:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
 from hpcpar.comm.blocks import Action
-from hpcpar.comm.watch import Call
+from hpcpar.comm.watch import NO_NUMBER, Call
 from hpcpar.errors import HpcparError
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ class CompiledCollective:
     lead             makes the stream in which the caller works come after the call's; None: there is none
     result           of the caller's arrays; None: the second one, or the first where there is no second
     count_write      tells autograd of the write to the result, which is a torch tensor; None: it is none
-    comm_id          of the communicator, as ranks tell each other; None for a point-to-point message
+    comm_id          of the communicator, as ranks tell each other
+    is_message       a point-to-point message, of which ranks make different numbers
+    receive          (peer, tag) of a receive of several messages, of which a probe could find one
     memory           the caller's arrays while they must be kept alive
     is_cached        in the cache: holds no references to the caller's arrays while it is idle
     """
@@ -159,16 +161,17 @@ class CompiledCollective:
         "comm_id",
         "count_write",
         "described",
-        "device_receive",
         "error",
         "executor",
         "handle",
         "is_cached",
+        "is_message",
         "is_under_way",
         "lead",
         "memory",
         "nbytes",
         "number",
+        "receive",
         "result",
         "row",
         "runtime",
@@ -205,8 +208,9 @@ class CompiledCollective:
         self.memory: object = None
         self.lead: Callable[[], None] | None = None
         self.turn: Turn | None = None
-        self.comm_id: int | None = None
-        self.device_receive: tuple[int, int] | None = None
+        self.comm_id = 0
+        self.is_message = False
+        self.receive: tuple[int, int] | None = None
         self.is_cached = False
         self.nbytes = 0
         self.number = 0
@@ -267,9 +271,9 @@ class CompiledCollective:
         return f"{self.collective} (call {self.number} of {self.comm!r})"
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> Call:
         """This call, to be compared with another rank's of the same number."""
-        return None if self.comm_id is None else Call(self.comm_id, self.number, self.described)
+        return Call(self.comm_id, NO_NUMBER if self.is_message else self.number, self.described)
 
     def waiting_for(self) -> tuple[int, ...]:
         """World ranks whose part is missing."""

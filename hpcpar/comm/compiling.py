@@ -18,6 +18,7 @@ from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
+from hpcpar.comm.executors.peer_message import PeerMessage
 from hpcpar.comm.executors.shared_binding import NodeLayout, bind_steps, is_short
 from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.plan import (
@@ -79,26 +80,42 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     step = PlannedStep((), () if receives else (message,), (message,) if receives else ())
     planned, spaces = counted((step,)), {space: host}
     compiled = _new(calls, request, what, "", planned, spaces)
-    compiled.collective, compiled.comm_id = what, None
+    compiled.collective, compiled.is_message = what, True
     if receives:
         compiled.count_write = write_counter(array)
     else:
         compiled.result = lambda buffer, out: None
-    arguments = Arguments()
-    if receives:
-        arguments.last = [partial(_require_length, compiled, host.octets.size)]
-        arguments.last += [] if binding.write_back is None else [binding.write_back]
+    last = [binding.write_back] if receives and binding.write_back is not None else []
     if isinstance(host, DeviceBuffer):
-        compiled.device_receive = (peer, tag) if receives else None
+        compiled.receive = (peer, tag) if receives else None
+        arguments = Arguments()
+        if receives:
+            arguments.last = [partial(_require_length, compiled, host.octets.size), *last]
         _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
         return compiled
-    # Not planned.steps: a message of no elements travels, too.
-    program = MessageProgram(
-        calls.transport, [step], spaces, "sum", calls.runtime.scratch, Signature(tag, [None])
-    )
-    compiled.executor = StepSequence(last=arguments.last, program=program)
+    turn = refuse = None
+    if receives:
+        turn = calls.receives.setdefault((peer, tag), Turn())
+        refuse = partial(_refuse, calls, compiled, peer, f"{host.dtype}[{host.count}]")
+    side = PeerMessage(calls.transport, peer, tag, host, turn=turn, refuse=refuse, last=last)
+    compiled.executor, compiled.nbytes = side, side.nbytes
+    compiled.receive = (peer, tag) if receives and not side.is_short else None
     compiled.is_cached = request.input is not None and is_used_in_place(array)
     return compiled
+
+
+def _refuse(
+    calls: Calls, compiled: CompiledCollective, peer: int, expected: str, found: str
+) -> MismatchError:
+    """Tell a message's sender that it is not the one that this rank receives; the error for this rank."""
+    sender, own = calls.transport.world_ranks[peer], calls.transport.world_ranks[calls.rank]
+    text = (
+        f"rank {own} expected {expected} in {compiled.name}, but rank {sender} sent {found}: sender and "
+        f"receiver must name the same type and number of elements"
+    )
+    if sender != own:
+        calls.runtime.watch.refuse(sender, calls.comm_id, text)
+    return MismatchError(text)
 
 
 def _require_length(compiled: CompiledCollective, expected_nbytes: int) -> None:

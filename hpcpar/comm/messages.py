@@ -1,7 +1,8 @@
 """Messages between two ranks: methods of `Communicator`.
 
-Messages meet by sender and tag, in the order in which they were sent. A message must be exactly as long as
-the buffer that it arrives for: MismatchError otherwise.
+Messages meet by sender and tag, in the order in which they were sent. A message must have the element type
+and the number of elements of the buffer that it arrives for: MismatchError otherwise on the receiver, and on
+the sender in what it waits for next on this communicator.
 """
 
 from __future__ import annotations

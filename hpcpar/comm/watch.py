@@ -18,8 +18,12 @@ from hpcpar.transport.interface import Transport
 from hpcpar.units import format_duration
 
 SECONDS_BETWEEN_LOOKS = 0.05
-ASK_AFTER_S = 1.0
+ASK_AFTER_S = 0.5
 ANSWER_WITHIN_S = 1.0
+
+
+NO_NUMBER = -1
+"""Of a point-to-point message."""
 
 
 class Waited(Protocol):
@@ -34,9 +38,10 @@ class Waited(Protocol):
 
 
 class Call(NamedTuple):
-    """A collective as ranks tell each other of it.
+    """A collective as ranks tell each other of it, or a message.
 
     comm_id   the same on all ranks of a communicator, and only there
+    number    of the collective in this communicator; NO_NUMBER: a message
     """
 
     comm_id: int
@@ -65,12 +70,13 @@ class Watch:
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
         self._mismatches: dict[int, dict[int, str]] = {}  # by communicator and number of the call
         self._raised: dict[int, int] = {}
+        self._refused: dict[int, str] = {}  # by communicator: what has become of a message of this rank
         self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
     def look(self, operation: Waited, waited_s: float, call: Call | None = None) -> None:
         """Called now and then by a rank that has waited for `waited_s` seconds.
 
-        call     the collective that is waited for, if it is one
+        call     the collective or message that is waited for, if it is one
         errors   MismatchError, PeerLeftError, StallError
         """
         now_s = time.monotonic()
@@ -104,7 +110,12 @@ class Watch:
                 self._transport.control_send(rank, {"kind": "ask", "call": call})
 
     def _require_same(self, call: Call) -> None:
-        """Raise the MismatchError that this or another rank has found in such a call, or in one before."""
+        """Raise the MismatchError that this or another rank has found in such a call, or in one before.
+
+        Also of a message that this rank has sent on that communicator.
+        """
+        if call.comm_id in self._refused:
+            raise MismatchError(self._refused.pop(call.comm_id))
         told = self._mismatches.get(call.comm_id, {})
         for number in sorted(number for number in told if number <= call.number):
             text = told.pop(number)
@@ -114,7 +125,7 @@ class Watch:
 
     def _compare(self, rank: int, call: Call) -> None:
         """Tell all others of another rank's call unless this rank's of the same number is the same."""
-        own = self.recent(call.comm_id, call.number)
+        own = None if call.number == NO_NUMBER else self.recent(call.comm_id, call.number)
         if own in (None, call.described):
             return
         text = (
@@ -128,6 +139,10 @@ class Watch:
         """Tell the others of a difference that this rank has found, and raises an error for."""
         self._raised[comm_id] = number
         self._tell(comm_id, number, text)
+
+    def refuse(self, sender: int, comm_id: int, text: str) -> None:
+        """Tell the sender of a message that this rank raises an error for it."""
+        self._transport.control_send(sender, {"kind": "refused", "comm_id": comm_id, "text": text})
 
     def _tell(self, comm_id: int, number: int, text: str) -> None:
         for other in self._transport.world_ranks:
@@ -165,6 +180,8 @@ class Watch:
             if message["kind"] == "mismatch":
                 told = self._mismatches.setdefault(message["comm_id"], {})
                 told.setdefault(message["number"], message["text"])
+            elif message["kind"] == "refused":
+                self._refused[message["comm_id"]] = message["text"]
             elif message["kind"] == "ask":
                 if message.get("call") is not None:
                     self._compare(rank, Call(*message["call"]))

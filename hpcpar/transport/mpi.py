@@ -228,7 +228,7 @@ class MpiTransport:
             ),
             [peer for _, peer, _ in (*coming, *going)],
             len(coming),
-            keep_lengths=tag >= COLLECTIVE_TAGS,
+            keep_lengths=not persistent and tag >= COLLECTIVE_TAGS,
             persistent=persistent,
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from hpcpar.comm import Communicator, calls, run_loopback
+from hpcpar.comm.executors.peer_message import SHORT_NBYTES
 from hpcpar.errors import MismatchError, OperationError
 
 
@@ -34,18 +36,19 @@ def test_a_ring_of_sendrecv_over_mpi_does_not_deadlock(any_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_message_of_the_wrong_length_over_mpi_is_named_by_the_receiver(world):
-    told = {}
+    told, comm = {}, world.split(0, world.rank)  # the sender hears of it in its next calls there
     for tag, sent in ((1, 4), (2, 12)):
-        send = world.start_send(np.ones(sent), to=1, tag=tag) if world.rank == 0 else None
-        if world.rank == 1:
+        send = comm.start_send(np.ones(sent), to=1, tag=tag) if comm.rank == 0 else None
+        if comm.rank == 1:
             with pytest.raises(MismatchError) as caught:
-                world.recv(np.empty(8), source=0, tag=tag)
+                comm.recv(np.empty(8), source=0, tag=tag)
             told[tag] = str(caught.value)
         if send is not None:
             send.wait()
     everywhere = world.allgather_object(told)
-    assert "expected 64 bytes, but 32 came" in everywhere[1][1]
-    assert "longer than the buffer" in everywhere[1][2]
+    assert "rank 1 expected float64[8] in recv from rank 0" in everywhere[1][1]
+    assert "rank 0 sent float64[4]" in everywhere[1][1]
+    assert "rank 0 sent float64[12]" in everywhere[1][2]
 
 
 def messages_again_and_again(comm, *, times=6, buffers=1):
@@ -121,21 +124,22 @@ def test_a_message_that_is_under_way_can_be_sent_once_more():
 @pytest.mark.mpi(min_size=2)
 def test_a_message_that_is_known_and_comes_with_another_length_is_named(any_world):
     told, into = [], np.zeros(8)
+    comm = any_world.split(0, any_world.rank)
     for sent in (8, 8, 8, 4, 12, 8, 8):
         if any_world.rank == 0:
-            any_world.send(np.full(sent, 7.0), to=1)
+            comm.start_send(np.full(sent, 7.0), to=1)  # waiting would tell of the refused ones
         elif any_world.rank == 1:
             into[:] = 0
             try:
-                any_world.recv(into, source=0)
+                comm.recv(into, source=0)
                 told.append(into.tolist() == [7.0] * 8)
             except MismatchError as error:
                 told.append(str(error))
         any_world.barrier()
     everywhere = any_world.allgather_object(told)[1]
     assert everywhere[:3] + everywhere[5:] == [True] * 5
-    assert "expected 64 bytes, but 32 came" in everywhere[3]
-    assert "longer than the buffer" in everywhere[4]
+    assert "rank 0 sent float64[4]" in everywhere[3]
+    assert "rank 0 sent float64[12]" in everywhere[4]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -196,8 +200,97 @@ def test_a_message_of_the_wrong_length_is_named():
             return comm.start_send(np.ones(4), to=1)
         return comm.recv(np.empty(8), source=0)
 
-    with pytest.raises(MismatchError, match="expected 64 bytes, but 32 came"):
+    with pytest.raises(MismatchError, match=r"expected float64\[8\] .* rank 0 sent float64\[4\]"):
         run_loopback(2, work)
+
+
+SHORT, LONG = 6, SHORT_NBYTES  # elements of float32
+FORMS = [
+    ("float32", SHORT),
+    ("int32", SHORT),
+    ("float32", SHORT + 1),
+    ("float64", SHORT // 2),
+    ("float32", 0),
+]
+FORMS += [("float32", LONG), ("int32", LONG), ("float32", LONG + 1), ("float64", LONG // 2)]
+PAIRS = [pair for pair in product(FORMS, FORMS) if pair[0] != pair[1]]
+
+
+def refused(comm, sent, received, blocking):
+    """Send from the first rank to the last, three times the same, then as it should be."""
+    told, last = [], comm.size - 1
+    for _ in range(3):
+        try:
+            if comm.rank == 0:
+                array = np.ones(sent[1], sent[0])
+                comm.send(array, last) if blocking else comm.start_send(array, last).wait()
+            elif comm.rank == last:
+                into = np.zeros(received[1], received[0])
+                comm.recv(into, 0) if blocking else comm.start_recv(into, 0).wait()
+            told.append("nothing")
+        except MismatchError as error:
+            told.append(str(error))
+    if comm.rank == 0:
+        comm.send(np.arange(5), last)
+    elif comm.rank == last:
+        told.append(comm.recv(np.zeros(5, int), 0).tolist() == [0, 1, 2, 3, 4])
+    return told
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_message_of_another_form_is_refused_and_the_next_one_is_right(size, blocking):
+    for sent, received in PAIRS:
+        told = run_loopback(size, lambda comm, pair=(sent, received): refused(comm, *pair, blocking))[-1]
+        assert_refused(told, sent, received)
+
+
+def assert_refused(told, sent, received):
+    *errors, is_right = told
+    assert is_right, (sent, received, told)
+    for text in errors:
+        assert f"expected {received[0]}[{received[1]}]" in text, (sent, received, told)
+        assert f"rank 0 sent {sent[0]}[{sent[1]}]" in text
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_message_of_another_form_over_mpi_is_refused_and_the_next_one_is_right(any_world, blocking):
+    everywhere = []
+    for sent, received in PAIRS:
+        with any_world.split(0, any_world.rank) as comm:  # the sender hears of it in a later call there
+            everywhere.append(any_world.allgather_object(refused(comm, sent, received, blocking))[-1])
+    for (sent, received), told in zip(PAIRS, everywhere, strict=True):
+        assert_refused(told, sent, received)
+
+
+def heard_by_sender(comm):
+    """The words of the error that the sender of a refused message gets in a barrier."""
+    try:
+        if comm.rank == 0:
+            comm.start_send(np.ones(3, np.float32), 1).wait()
+        elif comm.rank == 1:
+            comm.recv(np.zeros(3, np.int32), 0)
+        comm.barrier()
+    except MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_sender_of_a_message_that_is_refused_hears_of_it():
+    sender, receiver = run_loopback(2, heard_by_sender)
+    assert sender == receiver
+    assert "rank 0 sent float32[3]" in sender
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_sender_of_a_message_that_is_refused_over_mpi_hears_of_it(any_world):
+    comm = any_world.group([0, 1]) if any_world.rank < 2 else None
+    told = any_world.allgather_object(comm and heard_by_sender(comm))
+    if comm is not None:
+        comm.abandon()
+    assert told[0] == told[1]
+    assert "rank 1 expected int32[3]" in told[0]
 
 
 def test_objects_of_any_size_travel():
