@@ -17,7 +17,7 @@ from hpcpar.comm.loans import Lent, Loan
 from hpcpar.comm.runtime import Runtime
 from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Tuning
-from hpcpar.comm.watch import Waited, Watch
+from hpcpar.comm.watch import STALL_WARN_S, Waited, Watch
 from hpcpar.errors import OperationError
 from hpcpar.launch.settings import Settings
 from hpcpar.transport import loopback
@@ -64,10 +64,12 @@ class Communicator:
         transport: Transport,
         *,
         timeout_s: float = 600.0,
+        stall_warn_s: float = STALL_WARN_S,
         check: bool = False,
     ) -> Communicator:
-        """A world of its own over a transport; see `hpcpar.init` for timeout_s and check."""
-        return cls(transport, Runtime(transport, Watch(transport, timeout_s), check=check), "world")
+        """A world of its own over a transport; see `hpcpar.init` for timeout_s, stall_warn_s and check."""
+        watch = Watch(transport, timeout_s, stall_warn_s)
+        return cls(transport, Runtime(transport, watch, check=check), "world")
 
     @classmethod
     def face_of(cls, calls: Calls) -> Communicator:

@@ -9,10 +9,15 @@ a rank that has made another call under this number says so, and all ranks of th
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from hpcpar.comm.whereabouts import Place, here, locate
 from hpcpar.errors import MismatchError, PeerLeftError, StallError
 from hpcpar.transport.interface import Transport
 from hpcpar.units import format_duration
@@ -20,6 +25,12 @@ from hpcpar.units import format_duration
 SECONDS_BETWEEN_LOOKS = 0.05
 ASK_AFTER_S = 0.5
 ANSWER_WITHIN_S = 1.0
+SHOW_AFTER_S = 1.0
+STALL_WARN_S = 60.0
+WARNED_OF = 4
+"""Missing ranks that a warning tells of: each may take `ANSWER_WITHIN_S`."""
+
+log = logging.getLogger("hpcpar")
 
 
 NO_NUMBER = -1
@@ -53,13 +64,19 @@ class Watch:
     """One rank's eye on its peers. Ranks are world ranks here.
 
     timeout_s   how long a wait may last before it is called a stall
+    stall_warn_s   after which time of a wait the log says who is missing
+    places      processes of the ranks of the job, as far as they are known
     recent      tells what this rank has called under a number on a communicator; None: nothing, or long ago
     inspectors  called at each look with the ranks that are missing: to say more of a wait, or to end it by
                 an error
     """
 
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, timeout_s: float, stall_warn_s: float = STALL_WARN_S) -> None:
         self.timeout_s = timeout_s
+        self.stall_warn_s = stall_warn_s
+        self.places: Sequence[Place] = ()
+        self._warned_s = -math.inf
+        self._shown = 0
         self._transport = transport
         self._rank = transport.world_ranks[transport.rank]
         self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
@@ -104,10 +121,42 @@ class Watch:
             )
         if waited_s > self.timeout_s:
             raise StallError(self._who_waits_for_whom(waited_s))
+        if waited_s > self.stall_warn_s and self._warned_s < now_s - waited_s:
+            self._warned_s = now_s
+            self._warn(operation, missing, waited_s)
+        if waited_s > SHOW_AFTER_S:
+            self._show_error(operation)
         if waited_s > ASK_AFTER_S and now_s - self._asked_s > ASK_AFTER_S:
             self._asked_s = now_s
             for rank in missing[:4]:
                 self._transport.control_send(rank, {"kind": "ask", "call": call})
+
+    def _warn(self, operation: Waited, missing: tuple[int, ...], waited_s: float) -> None:
+        """Log which ranks a wait is for, and where these are."""
+        told = "; ".join(self._where(rank) for rank in missing[:WARNED_OF])
+        more = f"; and {len(missing) - WARNED_OF} more" if len(missing) > WARNED_OF else ""
+        log.warning(
+            f"rank {self._rank} has waited {format_duration(waited_s)} in {operation.name}, "
+            f"{operation.progress()}, for {_ranks(missing)}: {told}{more}. It will be an error after "
+            f"timeout_s={self.timeout_s:g}"
+        )
+
+    def _where(self, rank: int) -> str:
+        """Where a rank is, in words, with its host and the line of its program if it can be found out."""
+        answer = self._ask(rank)
+        found = locate(self.places[rank]) if answer is None and self.places else None
+        at = found if answer is None else answer.get("at")
+        who = f"rank {rank}" + (f" ({self.places[rank]})" if self.places else "")
+        text = "does not answer" if answer is None else answer["text"]
+        return f"{who} {text}{f'; its program is at {at}' if at else ''}"
+
+    def _show_error(self, operation: Waited) -> None:
+        """Log the error during whose handling this rank waits: a barrier in `finally` must not hide it."""
+        error = sys.exc_info()[1]
+        if error is not None and id(error) != self._shown:
+            self._shown = id(error)
+            lines = "".join(traceback.format_exception(error))
+            log.warning(f"rank {self._rank} waits in {operation.name} while it handles this error:\n{lines}")
 
     def _require_same(self, call: Call) -> None:
         """Raise the MismatchError that this or another rank has found in such a call, or in one before.
@@ -185,7 +234,8 @@ class Watch:
             elif message["kind"] == "ask":
                 if message.get("call") is not None:
                     self._compare(rank, Call(*message["call"]))
-                self._transport.control_send(rank, {"kind": "answer", "begun": self._begun, **self._state})
+                answer = {"kind": "answer", "begun": self._begun, "at": here(), **self._state}
+                self._transport.control_send(rank, answer)
             else:
                 self._answers[rank] = message
 
@@ -202,8 +252,10 @@ class Watch:
             seen.add(rank)
             answer = self._ask(rank)
             if answer is None:
+                found = locate(self.places[rank]) if self.places else None
                 story.append(
                     f"rank {rank} does not answer: it is busy outside of communication, stopped, or dead"
+                    + (f" (at {found})" if found else "")
                 )
                 break
             story.append(f"rank {rank} {answer['text']}")

@@ -6,10 +6,13 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from hpcpar.comm import whereabouts
 from hpcpar.comm.communicator import Communicator
 from hpcpar.comm.failure import FailureHooks
 from hpcpar.comm.progress import LOOKS
@@ -17,6 +20,7 @@ from hpcpar.comm.runtime import Runtime
 from hpcpar.comm.select import parse_overrides
 from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
+from hpcpar.comm.whereabouts import Place
 from hpcpar.errors import ConfigError, LaunchError, PeerFailedError
 from hpcpar.launch import binding, crosscheck, cuda_aware, environment, lone, sentinel, shared_space
 from hpcpar.launch.bootstrap import pmi_selection
@@ -27,6 +31,7 @@ from hpcpar.launch.settings import (
     mark_as_rank,
     own_tuning_file,
     parent_is_the_rank,
+    require_common,
     take_asked_ranks,
 )
 from hpcpar.transport.gpu import cuda_driver
@@ -44,35 +49,37 @@ _bootstrap: pmi_selection.Bootstrap | None = None
 
 
 def init(
-    *, timeout_s: float | None = None, check: bool | None = None, sets_threads: bool = False
+    *,
+    timeout_s: float | None = None,
+    check: bool | None = None,
+    stall_warn_s: float | None = None,
+    sets_threads: bool = False,
 ) -> Communicator:
     """Join the job: start MPI, see that it agrees with the launcher, guard against failures.
 
     timeout_s   how long a wait may last before it is a StallError (default: HPCPAR_TIMEOUT_S, or 600)
     check       agree on every collective before data moves (default: HPCPAR_CHECK, or off)
+    stall_warn_s   how long a wait may last before the log says which ranks are missing, and where they are
+                (default: HPCPAR_STALL_WARN_S, or 60)
     sets_threads   the program chooses its number of compute threads itself: an OMP_NUM_THREADS that is
                    not set is no reason for a warning
     returns     a communicator over all ranks; a new one at each call. Collective.
                 Rank 0 logs where the ranks run (INFO), and warns of cores that ranks share needlessly
     errors      LaunchError when launcher and MPI disagree, when there is no MPI, and in a process that a rank
                 has started or forked, for it has inherited who that is
-                ConfigError for an HPCPAR_* variable that is not understood, and a timeout_s of 0 or less
+                ConfigError for an HPCPAR_* variable that is not understood, for times of 0 or less, and on
+                every rank for settings that differ between ranks
     """
-    settings = Settings.from_environ()
+    settings = _settings(timeout_s, check, stall_warn_s)
+    overrides = parse_overrides(settings.algorithm)
     info = environment.detect()
-    patience_s = settings.timeout_s if timeout_s is None else timeout_s
-    if not patience_s > 0:
-        raise ConfigError(f"timeout_s={patience_s!r} is no time to wait: give seconds, more than 0")
-    transport = _connect(info, patience_s)
-    watch = Watch(transport, patience_s)
-    runtime = Runtime(
-        transport,
-        watch,
-        check=settings.check if check is None else check,
-        overrides=parse_overrides(settings.algorithm),
-    )
+    transport = _connect(info, settings.timeout_s)
+    watch = Watch(transport, settings.timeout_s, settings.stall_warn_s)
+    runtime = Runtime(transport, watch, check=settings.check)
     world = Communicator(transport, runtime, "world")
     info = _crosscheck(world, info)
+    watch.places = _introduced(world, settings)
+    runtime.overrides = overrides  # from here on, for all ranks have the same
     world.choose_by(_tuning(world, settings))
     with world.unchecked("start-up").split_by_node("node at start-up") as node:
         bindings = node.unchecked("start-up").allgather_object(RankBinding.here(world.rank))
@@ -92,6 +99,26 @@ def init(
     world.traffic.reset()
     runtime.forget("node at start-up")
     return world
+
+
+def _settings(timeout_s: float | None, check: bool | None, stall_warn_s: float | None) -> Settings:
+    """Read the environment's settings, and put the caller's in their place."""
+    settings = Settings.from_environ()
+    given = {"timeout_s": timeout_s, "stall_warn_s": stall_warn_s, "check": check}
+    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    for name in ("timeout_s", "stall_warn_s"):
+        found = getattr(settings, name)
+        if not found > 0:
+            raise ConfigError(f"{name}={found!r} is no time to wait: give seconds, more than 0")
+    return settings
+
+
+def _introduced(world: Communicator, settings: Settings) -> Sequence[Place]:
+    """Compare the settings of all ranks, and return their processes. Collective."""
+    here = settings, whereabouts.announce()
+    ranks = world.unchecked("start-up").allgather_object(here)
+    require_common([found for found, _ in ranks])
+    return [place for _, place in ranks]
 
 
 def _share_devices(world: Communicator, settings: Settings) -> None:

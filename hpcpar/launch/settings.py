@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpar.errors import ConfigError, LaunchError
+from hpcpar.launch.binding import format_cores
 
 DEVICE_PATHS = ("auto", "pull", "mpi", "staged", "none")
 
@@ -35,6 +36,7 @@ class Settings:
 
     check           HPCPAR_CHECK           ranks agree on every collective before data moves
     timeout_s       HPCPAR_TIMEOUT_S       a wait that lasts longer is an error that says who waits
+    stall_warn_s    HPCPAR_STALL_WARN_S    a wait that lasts longer is told in the log: who is missing, where
     algorithm       HPCPAR_ALGORITHM       algorithms by collective: allreduce=ring,broadcast=native
     run_directory   HPCPAR_RUN_DIRECTORY   where the sentinel leaves word of a lost rank
     tuning          HPCPAR_TUNING          file with measured algorithms; "none": the built-in table
@@ -52,6 +54,7 @@ class Settings:
     shared_memory: bool = True
     cuda_aware: tuple[str, ...] | None = None
     devices: str = "auto"
+    stall_warn_s: float = 60.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, *, patience_s: float = 600.0) -> Settings:
@@ -68,6 +71,36 @@ class Settings:
             shared_memory=flag(environ, "HPCPAR_SHARED_MEMORY", True),
             cuda_aware=capabilities(environ, "HPCPAR_CUDA_AWARE"),
             devices=choice(environ, "HPCPAR_DEVICES", DEVICE_PATHS),
+            stall_warn_s=seconds(environ, "HPCPAR_STALL_WARN_S", 60.0),
+        )
+
+
+COMMON = {
+    "check": "HPCPAR_CHECK",
+    "algorithm": "HPCPAR_ALGORITHM",
+    "shared_memory": "HPCPAR_SHARED_MEMORY",
+    "devices": "HPCPAR_DEVICES",
+}
+"""Settings by which ranks choose how they exchange: they must be the same on all of them."""
+
+
+def require_common(settings: Sequence[Settings]) -> None:
+    """Raise a ConfigError that names the settings in which ranks differ, and these ranks.
+
+    settings   of each rank of the job
+    """
+    told = []
+    for field, name in COMMON.items():
+        found: dict[object, list[int]] = {}
+        for rank, each in enumerate(settings):
+            found.setdefault(getattr(each, field), []).append(rank)
+        if len(found) > 1:
+            values = ", ".join(f"{value!r} on ranks {format_cores(ranks)}" for value, ranks in found.items())
+            told.append(f"{name} ({field}) is {values}")
+    if told:
+        raise ConfigError(
+            f"{'; '.join(told)}: it must be the same on every rank. Set it in the job script, before the "
+            f"launcher, which hands it to all of them"
         )
 
 
