@@ -125,10 +125,6 @@ def zero_refusal(model: ModelShape, layout: Layout, zero_stage: int, schedule: s
     """Return why the stage of ZeRO cannot be with this pipeline; None where it can."""
     if layout.pp == 1 or zero_stage < 2:
         return None
-    if zero_stage == 3:
-        return "each microbatch would gather a stage's parameters twice and scatter its gradients"
-    if model.tie_embeddings:
-        return "every backward cuts gradients before those of embedding and head can be summed"
     if schedule in SPLIT_BACKWARD:
         return f"every backward sends all gradients, and {schedule} has two for each microbatch"
     return None
