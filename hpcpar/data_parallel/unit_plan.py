@@ -98,7 +98,9 @@ def plan_stages(
                     )
         planned.append(plans)
     if left:
-        raise OperationError(f"{next(iter(left.values()))} is a parameter of the model and of none of its stages")
+        raise OperationError(
+            f"{next(iter(left.values()))} is a parameter of the model and of none of its stages"
+        )
     return planned
 
 

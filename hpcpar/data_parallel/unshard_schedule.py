@@ -281,7 +281,7 @@ class UnshardSchedule:
         self.reshard_all()
 
     def pin_all(self) -> None:
-        """Unshard all units, and keep them: a backward of this backward needs any unit's values at any time."""
+        """Unshard and keep all units: a backward of this backward needs any unit's values at any time."""
         for unit in self.units:
             self._unshard(unit)
         self._pin()

@@ -52,7 +52,7 @@ class FullyShardedState:
 
     To an optimizer it is what ParameterAllGather is in stages 1 and 2: `before_step`, `start`, …, `wait`.
 
-    stages          units of each module that is called by itself, in the order of registration, its root first
+    stages          units of each module that is called by itself, as registered, its root first
     blocks          of trainable parameters, in the order in which their gradients leave
     gradients       of these parameters, each rank's shards
     node_shared     memory of parameters that all ranks of a node share; None: each rank has its own

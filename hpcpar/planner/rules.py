@@ -6,7 +6,7 @@
     ep       every rank has an expert; dense models have none
     dp       divides the global batch
     cp, tp   divide the sequence where ranks share it
-    ZeRO     stage 3 without a pipeline; stage 2 without schedules that split the backward, or tied embeddings
+    ZeRO     stages 2 and 3 without schedules that split the backward
 
 A refusal has a kind, by which `hpcpar plan` sums up, and a reason with what was found.
 """
@@ -126,7 +126,7 @@ def zero_refusal(model: ModelShape, layout: Layout, zero_stage: int, schedule: s
     if layout.pp == 1 or zero_stage < 2:
         return None
     if schedule in SPLIT_BACKWARD:
-        return f"every backward sends all gradients, and {schedule} has two for each microbatch"
+        return f"every backward sends its gradients, and {schedule} has two for each microbatch"
     return None
 
 

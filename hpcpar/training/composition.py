@@ -112,12 +112,12 @@ def _zero_in_a_pipeline(config: Config, layout: Layout) -> str | None:
 
 
 def split_backward(config: Config) -> str | None:
-    """Return why stage 2 of ZeRO refuses a schedule that splits the backward; None for another stage."""
+    """Return why stages 2 and 3 of ZeRO refuse a schedule that splits the backward; None for the others."""
     if config.optimizer.zero_stage < 2:
         return None
     return (
         f"optimizer.zero_stage = {config.optimizer.zero_stage} with pipeline.schedule = "
-        f"{config.pipeline.schedule!r}: every backward of stage 2 sends all gradients, and this schedule "
+        f"{config.pipeline.schedule!r}: every backward sends its gradients, and this schedule "
         "has two for each microbatch; use zero_stage=1, whose traffic does not grow with them, or a "
         "schedule that does not split the backward, such as 1f1b"
     )
@@ -185,6 +185,11 @@ _ZERO: dict[str, Options] = {
         (" shared", ("mesh.dp=2", "optimizer.shared_parameters=true")),
     )
     for stage in (1, 2, 3)
+} | {
+    "ZeRO-3 kept": (
+        *("optimizer.zero_stage=3", "optimizer.reshard=step"),
+        *("train.microbatch=1", "mesh.dp=2"),
+    )
 }
 
 FEATURES: dict[str, dict[str, Options]] = {
