@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -163,21 +163,9 @@ def build_model(
     layers = parallel_layers(sizes, tp, context=context, streams=streams, experts=experts)
     directory = config.model.hugging_face
     if section.zero_stage == 3:
-        value_of: Callable[[str], torch.Tensor] = partial(initial_value, sizes, seed=seed)
-        if directory is not None:
-            value_of = stored_values(sizes, directory, dp_comm)
         with torch.device("meta"):
             model = Llama(sizes, layers, seed=None, recompute=config.recompute).to(_plain_dtype(config))
-        fully_shard(
-            model,
-            dp_comm,
-            precision=precision_of(config),
-            prefetch=section.prefetch,
-            shared_parameters=section.shared_parameters,
-            shard_ranks=shard_ranks,
-            values=lambda name, tensor: own_shard(tensor, value_of(name)),
-            device=device,
-        )
+        _shard(config, model, dp_comm, device, shard_ranks)
         return model
     model = Llama(sizes, layers, seed=None if directory else seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
@@ -210,12 +198,46 @@ def build_stages(
         schedule = make_schedule(config, mesh.pp.size, microbatches, costs)
         require_zero_stage(config, schedule)
         split = split_of_layers(config, sizes.layers, costs, schedule)
-    own = schedule.stages_of(mesh.pp.rank)
+    own, section = schedule.stages_of(mesh.pp.rank), config.optimizer
+    if section.zero_stage == 3:
+        with torch.device("meta"):
+            model = LlamaStages(sizes, layers, split, own, seed=None, recompute=config.recompute)
+        model.to(_plain_dtype(config))
+        _shard(config, model, mesh.replicas, device, mesh.layout.shard_ranks, model.stages.values())
+        return model, schedule
     seed = None if config.model.hugging_face else config.model.seed
     model = LlamaStages(sizes, layers, split, own, seed=seed, recompute=config.recompute)
     model.to(device=device, dtype=_plain_dtype(config))
     broadcast_parameters(model, mesh.replicas)
     return model, schedule
+
+
+def _shard(
+    config: Config,
+    model: Llama | LlamaStages,
+    dp_comm: Communicator,
+    device: torch.device,
+    shard_ranks: int | None,
+    stages: Iterable[nn.Module] | None = None,
+) -> None:
+    """Shard a model of the meta device by ZeRO-3; each rank makes or reads the values of its parts."""
+    section, sizes, directory = config.optimizer, model.config, config.model.hugging_face
+    value_of: Callable[[str], torch.Tensor] = partial(initial_value, sizes, seed=config.model.seed)
+    if directory is not None:
+        value_of = stored_values(sizes, directory, dp_comm)
+    tied = model.tied_names if isinstance(model, LlamaStages) else {}
+    fully_shard(
+        model,
+        dp_comm,
+        precision=precision_of(config),
+        prefetch=section.prefetch,
+        shared_parameters=section.shared_parameters,
+        shard_ranks=shard_ranks,
+        stages=None if stages is None else list(stages),
+        reshard=section.reshard,
+        values=lambda name, tensor: own_shard(tensor, value_of(tied.get(name, name))),
+        device=device,
+    )
 
 
 def build_optimizer(

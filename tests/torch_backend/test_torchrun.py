@@ -18,7 +18,8 @@ distributed.all_reduce(tensor)
 store = distributed.distributed_c10d._get_default_store()
 store.set(f"from {distributed.get_rank()}", "here")
 store.wait([f"from {rank}" for rank in range(2)])
-print(tensor.tolist(), os.environ["LOCAL_RANK"] == str(distributed.get_rank()))
+ok = os.environ["LOCAL_RANK"] == str(distributed.get_rank())
+print(f"{tensor.tolist()} {ok}\\n", end="", flush=True)  # in one piece: torchrun's ranks do not buffer
 distributed.destroy_process_group()
 """
 
