@@ -40,12 +40,12 @@ def test_one_world_shares_memory_and_the_other_does_not(world, world_of_messages
 def test_long_messages_over_mpi_travel_in_pieces(world):
     from hpcpar.transport.mpi import MpiTransport
 
-    transport = MpiTransport.world(max_message_nbytes=1000)
+    transport = MpiTransport.world(max_message_nbytes=5000)
     comm = Communicator.over(transport)
     total = comm.allreduce(np.arange(5000.0) + comm.rank, algorithm="ring")
-    received = np.empty(777)
+    received = np.empty(7777)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.sendrecv(np.full(777, float(comm.rank)), right, received, left)
+    comm.sendrecv(np.full(7777, float(comm.rank)), right, received, left)
     comm.free()
     np.testing.assert_array_equal(total, comm.size * np.arange(5000.0) + sum(range(comm.size)))
     np.testing.assert_array_equal(received, float(left))
