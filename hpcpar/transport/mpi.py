@@ -26,8 +26,11 @@ from hpcpar.transport.mpi_library import MPI, explained, last_line, ranks_in_wor
 from hpcpar.transport.mpi_native import MpiNatives
 
 MAX_MESSAGE_NBYTES = 2**30
-"""Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths. The receiver of a short
-message leaves room for a longer one (`comm/executors/peer_message.py`), which must be one piece: 5 KB at least."""
+"""Longer messages travel in pieces: MPI counts are 32-bit in most libraries' data paths.
+
+The receiver of a short message leaves room for a longer one (`comm/executors/peer_message.py`), which must be
+one piece: 5 KB at least.
+"""
 
 SPIN_ATTEMPTS = 64
 """Fruitless tests before a wait first offers its core to others (one test is about 0.3 µs)."""
