@@ -104,8 +104,12 @@ def init(
 def _settings(timeout_s: float | None, check: bool | None, stall_warn_s: float | None) -> Settings:
     """Read the environment's settings, and put the caller's in their place."""
     settings = Settings.from_environ()
-    given = {"timeout_s": timeout_s, "stall_warn_s": stall_warn_s, "check": check}
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    settings = replace(
+        settings,
+        timeout_s=settings.timeout_s if timeout_s is None else timeout_s,
+        stall_warn_s=settings.stall_warn_s if stall_warn_s is None else stall_warn_s,
+        check=settings.check if check is None else check,
+    )
     for name in ("timeout_s", "stall_warn_s"):
         found = getattr(settings, name)
         if not found > 0:
