@@ -66,7 +66,7 @@ SERVE_STAMP := $(SERVE_VENV)/.installed
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
-.PHONY: train recipes serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
+.PHONY: train recipes plan-check serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -142,6 +142,16 @@ bench: $(DEV_STAMP)
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py sleep --json benchmarks/results/pipeline-sleep.jsonl
 	$(BIN)/hpcpar run -n $(RANKS) benchmarks/pipeline.py layers --batch 4 --json benchmarks/results/pipeline-layers-$(RANKS).jsonl
 	$(BIN)/python benchmarks/horovod.py -n $(RANKS) --json benchmarks/results/horovod-$(RANKS).jsonl
+
+PLAN_CHECK := build/plan-check
+plan-check: $(DEV_STAMP)
+	rm -rf $(PLAN_CHECK) && mkdir -p $(PLAN_CHECK)
+	for ranks in 2 4; do \
+	    $(BIN)/hpcpar run -n $$ranks -- -m hpcpar bench collectives --collective all --factor 16 --max-bytes 16M --json $(PLAN_CHECK)/lines-$$ranks.jsonl && \
+	    $(BIN)/hpcpar bench fit $(PLAN_CHECK)/lines-$$ranks.jsonl --machine $(PLAN_CHECK)/machine-$$ranks.toml && \
+	    HPCPAR_MACHINE=$(PLAN_CHECK)/machine-$$ranks.toml $(BIN)/hpcpar run -n $$ranks benchmarks/plan_check.py run $(PLAN_CHECK)/runs.jsonl || exit 1; \
+	done
+	$(BIN)/python benchmarks/plan_check.py report $(PLAN_CHECK)/runs.jsonl
 
 # modulefiles/README.md explains the variables. The trainer and the examples need these extras.
 install-module: EXTRAS := train,examples,horovod

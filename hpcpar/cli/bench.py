@@ -1,4 +1,4 @@
-"""`hpcpar bench collectives · tune · fit · simulate`: measure, choose, model, scale up."""
+"""`hpcpar bench collectives · compare · tune · fit · simulate`: measure, choose, model, scale up."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 COMMANDS: Commands = {
     "collectives": ("hpcpar.cli.bench", "collectives", "hpcpar's algorithms beside MPI's own and gloo."),
+    "compare": (
+        "hpcpar.cli.bench_compare",
+        "compare",
+        "Data, tensor, pipeline parallel …: memory, bytes, time.",
+    ),
     "tune": ("hpcpar.cli.bench", "tune", "Time all algorithms here, and write the table to choose by."),
     "fit": ("hpcpar.cli.bench", "fit", "Latency, bandwidth and summing speed from measured lines."),
     "simulate": ("hpcpar.cli.bench_simulate", "simulate", "Price every algorithm at any number of ranks."),

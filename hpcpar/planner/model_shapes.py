@@ -252,21 +252,31 @@ class ModelShape:
         """Parameters of the output projection; 0 where it is the embedding."""
         return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
 
-    def layer_parameters(self, layer: int) -> tuple[int, int]:
-        """Return the parameters of a layer: those outside experts, and those of experts that ep divides."""
-        return self._kind_parameters[self.experts_of(layer) is None]
+    def layer_parameters(self, layer: int, tp: int = 1) -> tuple[int, int]:
+        """Return the parameters of a layer on one of tp ranks outside experts; and all those of its experts.
+
+        Norms and routers are whole on each rank. Of fewer key-value heads than ranks, several have a copy.
+        """
+        whole, divided, experts = self._kind_parameters[self.experts_of(layer) is None]
+        if self.latent is None and tp > self.kv_heads:
+            divided += 2 * self.hidden_size * self.head_size * (tp - self.kv_heads)
+        return whole + divided // tp, experts
 
     @cached_property
-    def _kind_parameters(self) -> Mapping[bool, tuple[int, int]]:
-        """Parameters of a layer by whether it is dense."""
+    def _kind_parameters(self) -> Mapping[bool, tuple[int, int, int]]:
+        """Parameters of a layer by whether it is dense: those that tp leaves whole; divides; of experts."""
         found = {}
         for layer, _ in self.layer_kinds:
             products = (*self.attention_products, *self.feed_forward_products(layer))
             experts = sum(each.weights for each in products if each.copies > 1)
-            dense = sum(each.weights for each in products if each.copies == 1)
-            if self.layer_norm:
-                dense += sum(each.outputs for each in products if each.copies == 1)
-            found[self.experts_of(layer) is None] = dense + self._norm_parameters, experts
+            whole, divided = self._norm_parameters, 0
+            for each in products:
+                if each.copies > 1:
+                    continue
+                bias = each.outputs if self.layer_norm else 0
+                divided += (each.split != "whole") * each.weights + (each.split == "column") * bias
+                whole += (each.split == "whole") * each.weights + (each.split != "column") * bias
+            found[self.experts_of(layer) is None] = whole, divided, experts
         return found
 
     @property

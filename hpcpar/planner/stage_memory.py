@@ -72,18 +72,18 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage])
     layout = strategy.layout
     dense = experts = 0
     for layer, _ in model.layer_kinds:
-        whole, of_experts = model.layer_parameters(layer)
+        own, of_experts = model.layer_parameters(layer, layout.tp)
         count = sum(stage.count(layer, model) for stage in held)
-        dense += count * whole
+        dense += count * own
         experts += count * of_experts
     for stage in held:
-        dense += model.embedding_parameters if stage.embeds else 0
+        dense += model.embedding_parameters // layout.tp if stage.embeds else 0
         if stage.heads:
             # A tied projection on another stage than the embedding is a second copy of it.
             tied = model.tie_embeddings and not stage.embeds
-            dense += model.vocab_size * model.hidden_size if tied else model.head_parameters
-            dense += model.final_norm_parameters
-    return dense // layout.tp, experts // (layout.ep * layout.etp)
+            head = model.vocab_size * model.hidden_size if tied else model.head_parameters
+            dense += head // layout.tp + model.final_norm_parameters
+    return dense, experts // (layout.ep * layout.etp)
 
 
 def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Software) -> dict[str, int]:
@@ -213,7 +213,7 @@ def _working(
     layers = [layer for layer, _ in model.layer_kinds if any(stage.count(layer, model) for stage in held)]
     nbytes = software.workspace_nbytes
     if strategy.recompute.mode == "full":
-        nbytes += max(of_layers[layer][1] for layer in layers)
+        nbytes += max((of_layers[layer][1] for layer in layers), default=0)
     if any(stage.heads for stage in held):
         logits = strategy.own_tokens * model.vocab_size // strategy.layout.tp
         nbytes += logits * software.logit_bytes + 4 * strategy.own_tokens * model.hidden_size
@@ -221,11 +221,11 @@ def _working(
         # Two gathered layers, of which one is fetched ahead, and the gradients of one.
         width = _gathered_width(strategy)
         gathered = (0 if strategy.keeps_gathered else 2 * width) + (software.gradient_bytes or width)
-        nbytes += gathered * max(_layer_share(model, strategy, layer) for layer in layers)
+        nbytes += gathered * max((_layer_share(model, strategy, layer) for layer in layers), default=0)
     return nbytes
 
 
 def _layer_share(model: ModelShape, strategy: Strategy, layer: int) -> int:
     """Return the parameters of one layer on one rank, gathered."""
-    dense, experts = model.layer_parameters(layer)
-    return dense // strategy.layout.tp + experts // (strategy.layout.ep * strategy.layout.etp)
+    dense, experts = model.layer_parameters(layer, strategy.layout.tp)
+    return dense + experts // (strategy.layout.ep * strategy.layout.etp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcpar.errors import LayoutError
@@ -55,7 +56,15 @@ def stages_of(model: ModelShape, strategy: Strategy) -> list[Stage]:
     return found
 
 
-def _layers_by_stage(model: ModelShape, strategy: Strategy, stages: int) -> list[int]:
+def _layers_by_stage(model: ModelShape, strategy: Strategy, stages: int) -> Sequence[int]:
+    if strategy.layers_of_stages is not None:
+        told = strategy.layers_of_stages
+        if len(told) != stages or sum(told) != model.layers:
+            raise LayoutError(
+                f"layers of each stage: {', '.join(map(str, told))}: {sum(told)} in {len(told)} stages, but "
+                f"{model.name} has {model.layers} and the pipeline {stages}"
+            )
+        return told
     if model.layers % stages == 0 or stages == 1:
         return [model.layers // stages] * stages
     layer = model.flops_per_token(strategy.sequence, backward=False) - model.head_product.flops

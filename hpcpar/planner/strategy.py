@@ -34,6 +34,7 @@ class Strategy:
     sequence_parallel  between the parallel layers each tp rank has its part of the sequence
     cp_method          exchange of the cp axis
     offload            of the optimizer state: "cpu", a directory, or None
+    layers_of_stages   how many each stage of the pipeline has; None = as even as can be
     errors             LayoutError and ConfigError for batches and stages that do not divide
     """
 
@@ -50,6 +51,7 @@ class Strategy:
     cp_method: ContextMethod = "exchange"
     offload: str | None = None
     reshard: Literal["unit", "step"] = "unit"
+    layers_of_stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch", "sequence"):

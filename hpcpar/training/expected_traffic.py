@@ -49,6 +49,7 @@ class Passes:
     counts_targets   each step counts the targets of its batch, of which packed documents leave some out
     intervals     steps after each of which losses are summed
     loads         of checkpoints
+    announces     the first messages between stages tell their shapes
     """
 
     trained: Sequence[int]
@@ -58,6 +59,7 @@ class Passes:
     intervals: Sequence[int]
     loads: int
     counts_targets: bool = False
+    announces: bool = True
 
     @property
     def steps(self) -> int:
@@ -174,8 +176,9 @@ def _pipeline(
         trained_tokens=passes.steps * sum(passes.trained) * tokens,
         evaluated_tokens=passes.evaluations * sum(passes.held_out) * tokens,
     )
-    announced = (len(passes.trained) if passes.steps else 0) + len(passes.held_out)
-    total[comm, "send"] += rank_boundaries(homes) * announced * ANNOUNCEMENT_NBYTES
+    if passes.announces:
+        announced = (len(passes.trained) if passes.steps else 0) + len(passes.held_out)
+        total[comm, "send"] += rank_boundaries(homes) * announced * ANNOUNCEMENT_NBYTES
     for name, over in worker.tied.comms.items():
         parameter = model.tied_parameters()[name]
         assert parameter is not None, "this rank has a copy"

@@ -27,6 +27,7 @@ from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.mesh import AXES, Layout
 from hpcpar.models import LlamaConfig
+from hpcpar.pipeline_parallel.balance import StageSplit
 from hpcpar.planner.activations import llama_ends_nbytes
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
@@ -106,6 +107,14 @@ def _shown(line: PredictedLine, value: float | None) -> str:
     return format_nbytes(value) if line.unit == "bytes" else format_duration(value)
 
 
+def layers_of(split: StageSplit) -> tuple[int, ...]:
+    """Return the layers of each stage of a split, whose first and last items are embedding and head."""
+    counts = [stop - start for start, stop in split]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
 def strategy_of(config: Config) -> Strategy:
     """Return what the planner takes for a run of this configuration.
 
@@ -128,6 +137,7 @@ def strategy_of(config: Config) -> Strategy:
         cp_method=config.context_parallel.method,
         offload=config.optimizer.offload,
         reshard=config.optimizer.reshard,
+        layers_of_stages=None if isinstance(balance := config.pipeline.balance, str) else tuple(balance),
     )
 
 
@@ -164,13 +174,18 @@ def predict(
     memory: MemoryReport,
     traffic: Sequence[TrafficLine],
     step_s: float | None,
+    split: StageSplit | None = None,
 ) -> Prediction:
     """Return the planner's figures beside the measured ones.
 
+    split     of the run's pipeline
     machine   the file of this machine's description
     step_s    median seconds of a step; None: no step was done
     """
     config = config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
+    if split is not None:
+        section = config.pipeline.model_copy(update={"balance": list(layers_of(split))})
+        config = config.model_copy(update={"pipeline": section})
     shape = ModelShape.from_llama(sizes, config.model.preset)
     missing: list[str] = []
     found: Estimate | None = None

@@ -18,7 +18,7 @@ from hpcpar.launch.settings import machine_file
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
-from hpcpar.training.prediction import Prediction, median_step_s, predict
+from hpcpar.training.prediction import Prediction, layers_of, median_step_s, predict
 from hpcpar.training.traffic_report import TrafficLine, as_records, table
 from hpcpar.units import format_duration
 
@@ -95,9 +95,7 @@ def _tensor_parallel(run: Run) -> str:
 def _pipeline(run: Run) -> str:
     if not isinstance(run.worker, PipelinedModel):
         return ""
-    schedule, split = run.worker.pipeline.schedule, run.worker.model.split
-    ends = {0: -1, len(split) - 1: -1}  # embedding and head are no layers
-    layers = [stop - start + ends.get(stage, 0) for stage, (start, stop) in enumerate(split)]
+    schedule, layers = run.worker.pipeline.schedule, layers_of(run.worker.model.split)
     return (
         f"pipeline: {schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
         f"layers of the stages {', '.join(map(str, layers))}\n"
@@ -132,6 +130,7 @@ def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
         memory=outcome.memory,
         traffic=outcome.traffic,
         step_s=step_s,
+        split=run.split,
     )
 
 

@@ -45,6 +45,10 @@ class TrafficLine:
         """Bytes sent beyond the theory."""
         return None if self.nbytes_theory is None else self.nbytes_sent - self.nbytes_theory
 
+    def with_sent(self, nbytes_sent: int) -> TrafficLine:
+        """Return the line with other bytes, as of some steps."""
+        return replace(self, nbytes_sent=nbytes_sent)
+
 
 def gather_traffic(comm: Communicator, theory: ExpectedTraffic) -> list[TrafficLine]:
     """Return the counts of all ranks on all communicators of the run, the same on every rank. Collective.

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
-from hpcpar.data_parallel import expected_broadcast_nbytes, memory_report, watch_activations
+from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory_report, watch_activations
 from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import DivergenceError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaStages
 from hpcpar.pipeline_parallel import TiedWeights
+from hpcpar.pipeline_parallel.balance import StageSplit
 from hpcpar.pipeline_schedules.timetable import write_timetable
 from hpcpar.training.batches import RankBatches
 from hpcpar.training.build import (
@@ -176,6 +177,11 @@ class Run:
     # --- the run ----------------------------------------------------------------------------------
 
     @property
+    def split(self) -> StageSplit | None:
+        """Items of the pipeline's stages; None without a pipeline."""
+        return self.model.split if isinstance(self.model, LlamaStages) else None
+
+    @property
     def first_step(self) -> int:
         """Steps that an earlier run had done."""
         return self._start.step
@@ -229,7 +235,7 @@ class Run:
             tokens_per_s=milestones.steps_left * self.tokens_per_step / seconds if seconds else 0.0,
             seconds=seconds,
             traffic=tuple(gather_traffic(self.comm, self._expected_traffic())),
-            memory=memory_report(self.model, self.optimizer, self.comm, activations=self._activations),
+            memory=self.memory_report(),
         )
         write_reports(self, outcome, sample(self))
         return outcome
@@ -293,6 +299,10 @@ class Run:
             owes_evaluation=owes_evaluation,
         )
         return self.directory.save(point, self.model, self.optimizer)
+
+    def memory_report(self) -> MemoryReport:
+        """Return the memory of all ranks now, and activations as in the first step. Collective."""
+        return memory_report(self.model, self.optimizer, self.comm, activations=self._activations)
 
     def say(self, text: str) -> None:
         """Print to the console, on rank 0."""
@@ -391,14 +401,28 @@ class Run:
     def _expected_traffic(self) -> ExpectedTraffic:
         intervals = self.milestones.intervals()
         due = sum(self.milestones.is_evaluated(stop) for _, stop in intervals)
+        return self.expected_traffic(
+            [stop - start for start, stop in intervals],
+            evaluations=max(1, self._start.owes_evaluation + due),
+        )
+
+    def expected_traffic(
+        self, intervals: Sequence[int], *, evaluations: int, from_start: bool = True
+    ) -> ExpectedTraffic:
+        """Return the bytes that theory says for some steps and evaluations.
+
+        intervals    steps of each call of `train_steps`
+        from_start   with what is sent before the first step
+        """
         passes = Passes(
             trained=self.batches.microbatch_sizes(self.config.train.global_batch),
-            evaluations=max(1, self._start.owes_evaluation + due),
+            evaluations=evaluations,
             held_out=self.batches.microbatch_sizes(len(self.batches.held_out_windows)),
             sequence=self.sequences.own_length(self.config.train.sequence),
-            intervals=[stop - start for start, stop in intervals],
-            loads=1 if self._start.is_resumed else 0,
+            intervals=intervals,
+            loads=1 if self._start.is_resumed and from_start else 0,
             counts_targets=self.sequences.end_of_document is not None,
+            announces=from_start,
         )
         return expected_traffic(
             self.model,
@@ -410,5 +434,5 @@ class Run:
             worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
             preemption=None if self._preemption is None else self._preemption.comm,
             split_experts=self._experts is not None and self._experts.split,
-            start_nbytes={} if self.optimizer.zero_stage == 3 else self._start_nbytes,
+            start_nbytes={} if self.optimizer.zero_stage == 3 or not from_start else self._start_nbytes,
         )

@@ -1,0 +1,242 @@
+"""Approaches to parallelism, each trained for some steps on the same ranks and model, beside the planner.
+
+memory       of the fullest rank: model state by purpose, activations
+sent         bytes of all ranks in a step, without agreements and exchanges of objects
+calls        of collectives and messages, of the rank that makes most in a step: what there is to get right
+twice        sent and seconds with twice the global batch, over those with the batch: 1.00 for what does not
+             depend on it
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpcpar.comm import Communicator
+from hpcpar.errors import ConfigError
+from hpcpar.launch.settings import machine_file
+from hpcpar.planner.memory import STATE
+from hpcpar.planner.stage_memory import ACTIVATIONS
+from hpcpar.training.config import Config, parse
+from hpcpar.training.prediction import Prediction, predict
+from hpcpar.training.traffic_report import TrafficLine, gather_traffic
+from hpcpar.training.trainer import Run
+from hpcpar.units import format_duration, format_nbytes
+
+MODEL = """
+[model]
+preset = "tiny"
+[train]
+sequence = 128
+global_batch = 16
+microbatch = 4
+[data]
+max_mib = 1.0
+"""
+"""What is trained where no file is given."""
+
+EXPERTS = ("model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_size=128")
+
+WARM_UP = 2
+"""Steps before those that count; the first one meets buffers that are not there yet."""
+
+
+@dataclass(frozen=True)
+class Approach:
+    """Options of a way to train a model on some ranks."""
+
+    name: str
+    options: tuple[str, ...] = ()
+
+
+def approaches(ranks: int) -> list[Approach]:
+    """Return the ways that use all of so many ranks."""
+    parts = "train.microbatch=2"
+    found = [
+        Approach("data parallel"),
+        *(Approach(f"ZeRO-{stage}", (f"optimizer.zero_stage={stage}",)) for stage in (1, 2, 3)),
+        Approach("tensor parallel", (f"mesh.tp={ranks}",)),
+        Approach(
+            "tensor and sequence parallel", (f"mesh.tp={ranks}", "tensor_parallel.sequence_parallel=true")
+        ),
+        Approach("pipeline", (f"mesh.pp={ranks}", parts)),
+        Approach("context parallel", (f"mesh.cp={ranks}",)),
+    ]
+    if not ranks % 4:
+        axes = ("mesh.tp=2", "mesh.pp=2", parts)
+        found.append(Approach("2D: tp x pp" if ranks == 4 else "3D: dp x tp x pp", axes))
+    found.append(Approach("experts, data parallel", EXPERTS))
+    found.append(Approach("experts, expert parallel", (f"mesh.ep={ranks}", *EXPERTS)))
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An approach on one rank's view, the same on all.
+
+    nbytes_sent    by all ranks in a step, of what theory knows
+    beyond         bytes more than theory says, in all steps
+    calls          in a step, of the rank that makes most
+    step_s         median; `steps_s` all of them
+    twice          (bytes, seconds) with twice the global batch over these; None: not measured
+    """
+
+    name: str
+    layout: str
+    prediction: Prediction
+    nbytes_sent: int
+    beyond: int
+    calls: float
+    steps_s: tuple[float, ...]
+    twice: tuple[float, float] | None = None
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.steps_s)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        return {**vars(self), "prediction": self.prediction.as_record(), "step_s": self.step_s}
+
+
+def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Measured:
+    """Train so many steps after the warm-up, and look at the rank that needs most. Collective."""
+    run = Run(config, comm)
+    run.train_steps(0, WARM_UP)
+    run.optimizer.wait_for_parameters()
+    before = _counts(gather_traffic(comm, {}))
+    seconds = []
+    for step in range(WARM_UP, WARM_UP + steps):
+        start = time.perf_counter()
+        run.train_steps(step, step + 1)
+        seconds.append(time.perf_counter() - start)
+    run.optimizer.wait_for_parameters()
+    theory = run.expected_traffic([1] * steps, evaluations=0, from_start=False)
+    lines = [line for line in gather_traffic(comm, theory) if line.nbytes_theory is not None]
+    own = [(line, *before.get((line.communicator, line.collective), (0, 0))) for line in lines]
+    sent = sum(line.nbytes_sent - nbytes for line, nbytes, _ in own)
+    memory = run.memory_report()
+    prediction = predict(
+        config,
+        run.model.config,
+        run.mesh.layout,
+        machine=_machine(),
+        memory=memory,
+        traffic=[line.with_sent(line.nbytes_sent - nbytes) for line, nbytes, _ in own],
+        step_s=statistics.median(seconds),
+        split=run.split,
+    )
+    return Measured(
+        name,
+        str(run.mesh.layout),
+        prediction,
+        sent // steps,
+        sent - sum(line.nbytes_theory or 0 for line in lines),
+        sum(line.calls - calls for line, _, calls in own) / steps,
+        tuple(seconds),
+    )
+
+
+def compare(
+    text: str,
+    source: str,
+    overrides: Sequence[str],
+    comm: Communicator,
+    *,
+    steps: int,
+    only: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Measured]:
+    """Measure approaches with the batch of a configuration, and with twice the batch. Collective.
+
+    only     names of approaches; empty: all
+    errors   ConfigError for a name that there is not
+    """
+    known = approaches(comm.size)
+    unknown = set(only) - {each.name for each in known}
+    if unknown:
+        names = ", ".join(repr(each.name) for each in known)
+        raise ConfigError(
+            f"there is no approach {sorted(unknown)[0]!r} on {comm.size} ranks; there are {names}"
+        )
+    found = []
+    for each in known:
+        if only and each.name not in only:
+            continue
+        say(f"{each.name} …")
+        of_batch = []
+        for times in (1, 2):
+            with configured(text, source, (*overrides, *each.options), comm, times=times) as config:
+                of_batch.append(measure(each.name, config, comm, steps=steps))
+        one, two = of_batch
+        ratios = two.nbytes_sent / one.nbytes_sent if one.nbytes_sent else 1.0, two.step_s / one.step_s
+        found.append(Measured(**{**vars(one), "twice": ratios}))
+    return found
+
+
+@contextmanager
+def configured(
+    text: str, source: str, options: Sequence[str], comm: Communicator, *, times: int = 1
+) -> Iterator[Config]:
+    """Yield a run's configuration, in a directory that is gone afterwards. Collective.
+
+    times   the batch of the file, to train with
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcpar-compare-") as own:
+        directory = comm.broadcast_object(own)
+        config = parse(text, source=source, overrides=(*options, f"output.directory={directory}/run"))
+        batch = f"train.global_batch={times * config.train.global_batch}"
+        yield parse(text, source=source, overrides=(*options, batch, f"output.directory={directory}/run"))
+        comm.barrier()
+
+
+def _counts(lines: Sequence[TrafficLine]) -> Mapping[tuple[str, str], tuple[int, int]]:
+    return {(line.communicator, line.collective): (line.nbytes_sent, line.calls) for line in lines}
+
+
+def _machine() -> Path | None:
+    try:
+        return machine_file()
+    except ConfigError:  # a user without a home
+        return None
+
+
+def table(found: Sequence[Measured], *, title: str) -> Table:
+    """Return all approaches as a table: what was measured, and under it what the planner says."""
+    shown = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("", no_wrap=True)
+    headings = ("weights", "gradients", "optimizer", "activations", "sent", "calls", "step")
+    for heading in (*headings, "sent x2", "step x2"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for each in found:
+        of = {line.what: line for line in each.prediction.lines}
+        memory = [of[what] for what in (*STATE, ACTIVATIONS)]
+        twice = ("", "") if each.twice is None else (f"{ratio:.2f}" for ratio in each.twice)
+        shown.add_row(
+            each.name,
+            *(format_nbytes(line.measured or 0) for line in memory),
+            format_nbytes(each.nbytes_sent),
+            f"{each.calls:,.0f}",
+            format_duration(each.step_s),
+            *twice,
+        )
+        sent, step = of["bytes sent"].predicted, of["step"].predicted
+        shown.add_row(
+            f"  planner: {each.layout}",
+            *("-" if line.predicted is None else format_nbytes(line.predicted) for line in memory),
+            "-" if sent is None else format_nbytes(sent / len(each.steps_s)),
+            "",
+            "-" if step is None else format_duration(step),
+            style="dim",
+        )
+    shown.width = Console(width=1000).measure(shown).maximum  # else columns are cut to a terminal's width
+    return shown

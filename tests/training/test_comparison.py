@@ -1,0 +1,72 @@
+"""Approaches compared on one model: exact bytes and memory, what grows with the batch, and the table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from hpcpar.comm import Communicator, run_loopback
+from hpcpar.errors import ConfigError
+from hpcpar.planner.memory import STATE
+from hpcpar.training.comparison import MODEL, Measured, approaches, compare, table
+
+SMALL = (
+    *("model.hidden_size=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn_size=32"),
+    *("train.sequence=16", "train.global_batch=8", "train.microbatch=2"),
+)
+NAMES = ("data parallel", "ZeRO-2", "tensor parallel", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Measured]:
+    def work(comm: Communicator) -> list[Measured]:
+        return compare(MODEL, "test", SMALL, comm, steps=2, only=NAMES)
+
+    return run_loopback(2, work)[0]
+
+
+def test_bytes_and_memory_are_those_of_the_planner(found: list[Measured]) -> None:
+    assert [each.name for each in found] == list(NAMES)
+    for each in found:
+        assert each.beyond == 0
+        figures = {line.what: line for line in each.prediction.lines}
+        assert all(
+            figures[what].predicted == pytest.approx(figures[what].measured, rel=5e-3) for what in STATE
+        )
+        assert figures["activations"].error == pytest.approx(0, abs=0.02)
+        assert figures["bytes sent"].predicted == figures["bytes sent"].measured == 2 * each.nbytes_sent
+
+
+def test_what_grows_with_the_batch_is_told_apart_from_what_does_not(found: list[Measured]) -> None:
+    grows = {each.name: each.twice[0] for each in found if each.twice is not None}
+    # A step of ZeRO-2 with k microbatches sends (k + 1)Φ: twice 2 microbatches are 5 Φ in place of 3.
+    expected = {"data parallel": 1, "ZeRO-2": 5 / 3, "tensor parallel": 2, "pipeline": 2}
+    assert grows == pytest.approx(expected, rel=0.01)
+
+
+def test_the_table_has_a_line_of_each_and_one_of_the_planner(found: list[Measured]) -> None:
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(found, title="Approaches"))
+    lines = shown.get().splitlines()
+    assert sum(line.lstrip().startswith("planner: ") for line in lines) == len(NAMES)
+    assert all(any(line.startswith(name) for line in lines) for name in NAMES)
+    assert json.loads(json.dumps(found[0].as_record()))["name"] == NAMES[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "last"), [(2, "context parallel"), (4, "2D: tp x pp"), (8, "3D: dp x tp x pp")]
+)
+def test_approaches_use_all_ranks(ranks: int, last: str) -> None:
+    names = [each.name for each in approaches(ranks)]
+    assert names[0] == "data parallel"
+    assert last in names
+
+
+def test_an_unknown_approach_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match="no approach 'data' on 1 ranks; there are 'data parallel', 'ZeRO-1'"
+    ):
+        compare(MODEL, "test", SMALL, Communicator.alone(), steps=1, only=["data"])
