@@ -118,6 +118,17 @@ def _refuse(
     return MismatchError(text)
 
 
+def _require_counts(calls: Calls, compiled: CompiledCollective, expected: int, found: int) -> None:
+    """Refuse a step of an uneven all-to-all that brought fewer bytes, and tell all ranks."""
+    if found != expected:
+        text = (
+            f"rank {calls.transport.world_ranks[calls.rank]} expected {expected} bytes in a step of "
+            f"{compiled.described}, but {found} came: send_counts and receive_counts must fit"
+        )
+        calls.runtime.watch.note_mismatch(calls.comm_id, compiled.number, text)
+        raise MismatchError(text)
+
+
 def _require_length(compiled: CompiledCollective, expected_nbytes: int) -> None:
     """Refuse a message that brought more or fewer bytes."""
     found = compiled.executor.received_nbytes()
@@ -249,6 +260,8 @@ def _bind_steps(
     digest = crc32(f"{compiled.described} by {algorithm.name}".encode())
     fresh_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
     scratch = calls.runtime.scratch
+    require = None if arguments.same_everywhere else partial(_require_counts, calls, compiled)
+    fresh = partial(MessageStep, tags=CALLS_TOLD_APART, require=require)
     if isinstance(whole, DeviceBuffer):
         tag = fresh_tag + calls.count[0] % CALLS_TOLD_APART
         _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
@@ -260,9 +273,7 @@ def _bind_steps(
         for step in planned.steps:
             beyond = _beyond(step, call.segment)
             if beyond is not None:
-                elsewhere[step.index] = MessageStep(
-                    calls.transport, beyond, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART
-                )
+                elsewhere[step.index] = fresh(calls.transport, beyond, spaces, op, fresh_tag, scratch)
         if (
             "input" not in spaces
             and arguments.lent is not None
@@ -284,10 +295,7 @@ def _bind_steps(
         compiled.executor = StepSequence((), arguments.first, arguments.last, program)
         compiled.nbytes += program.nbytes
     else:
-        steps = [
-            MessageStep(calls.transport, step, spaces, op, fresh_tag, scratch, tags=CALLS_TOLD_APART)
-            for step in planned.steps
-        ]
+        steps = [fresh(calls.transport, step, spaces, op, fresh_tag, scratch) for step in planned.steps]
         compiled.executor = StepSequence(steps, arguments.first, arguments.last)
 
 

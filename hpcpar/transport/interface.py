@@ -128,10 +128,12 @@ class Transport(Protocol):
         tag: int,
         *,
         persistent: bool,
+        keep_lengths: bool = False,
     ) -> PreparedExchange:
         """Set up an exchange to be started later, and often if it is persistent.
 
         The caller keeps the memory alive meanwhile.
+        keep_lengths   `received_nbytes` will be asked for
         """
 
     def probe(self, tag: int, source: int | None = None) -> int | None:

@@ -134,6 +134,7 @@ class LoopbackTransport:
         tag: int,
         *,
         persistent: bool,
+        keep_lengths: bool = False,
     ) -> PreparedExchange:
         return _Prepared(self, sends, receives, tag)
 

@@ -47,7 +47,7 @@ class _Exchange:
     """MPI requests, receives first: fresh ones, or persistent ones that are started again and again.
 
     calls          make the requests, one after the other
-    keep_lengths   only for point-to-point, whose lengths are checked
+    keep_lengths   only where they are asked for: each costs a status
     start          posts all messages by one call of C
     """
 
@@ -211,7 +211,7 @@ class MpiTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
-        exchange = self.prepare(sends, receives, tag, persistent=False)
+        exchange = self.prepare(sends, receives, tag, persistent=False, keep_lengths=tag >= COLLECTIVE_TAGS)
         exchange.start()
         return exchange
 
@@ -222,6 +222,7 @@ class MpiTransport:
         tag: int,
         *,
         persistent: bool,
+        keep_lengths: bool = False,
     ) -> PreparedExchange:
         comm = self._comm
         coming, going = self._arguments(receives, tag), self._arguments(sends, tag)
@@ -232,7 +233,7 @@ class MpiTransport:
             ),
             [peer for _, peer, _ in (*coming, *going)],
             len(coming),
-            keep_lengths=not persistent and tag >= COLLECTIVE_TAGS,
+            keep_lengths=keep_lengths,
             persistent=persistent,
         )
 

@@ -95,3 +95,33 @@ def test_of_calls_under_way_each_that_differs_is_told_and_the_others_are_right(s
 
     found = run_loopback(2, work, shared_memory=shared_memory, timeout_s=30)
     assert found == [["2.0", "mismatch", "2.0", "mismatch"]] * 2
+
+
+def counts_that_do_not_fit(comm: Communicator, count: int) -> str:
+    """Expect of rank 0, on the last rank, one element more than that sends."""
+
+    def call(comm: Communicator, n: int, other: bool) -> Any:
+        sent = [n] * comm.size
+        return comm.alltoall(
+            ones(n * comm.size), send_counts=sent, receive_counts=[n + other, *sent[1:]], algorithm="pairwise"
+        )
+
+    return told(comm, call, count, comm.size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_counts_of_an_alltoall_that_do_not_fit_are_told_to_every_rank(size, count, shared_memory):
+    found = run_loopback(size, lambda comm: counts_that_do_not_fit(comm, count), shared_memory=shared_memory)
+    assert all("must fit" in text or "something else" in text for text in found), found
+    assert any("send_counts and receive_counts must fit" in text for text in found)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_counts_of_an_alltoall_that_do_not_fit_over_mpi_are_told_to_every_rank(count, any_world):
+    comm = any_world.split(0, any_world.rank)
+    found = any_world.allgather_object(counts_that_do_not_fit(comm, count))
+    comm.abandon()
+    assert "nothing" not in found

@@ -12,7 +12,7 @@ messages of different calls do not meet, nor do those of calls of different numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class MessageStep:
     """One step of a schedule as messages.
 
     tag, tags   the call's number chooses one of so many tags
+    require     called with the bytes that are expected and those that have come, where ranks may expect
+                different lengths; raises an error
     landing     memory for messages that do not land in place. With it requests and views are made once and
                 used again; None: they are made when the step is posted, with scratch that is given back
     """
@@ -65,6 +67,7 @@ class MessageStep:
         scratch: ScratchPool,
         *,
         tags: int = 1,
+        require: Callable[[int, int], None] | None = None,
         landing: Octets | None = None,
     ) -> None:
         self._transport = transport
@@ -73,6 +76,7 @@ class MessageStep:
         self._op = op
         self._tag = self._first_tag = tag
         self._tags = tags
+        self._require = require
         self._scratch = scratch
         self._landing = landing
         self._landed_nbytes = 0
@@ -109,6 +113,9 @@ class MessageStep:
             assert self._exchange is not None
             if not self._exchange.test():
                 return False
+            if self._require is not None:
+                expected = sum(octets.size for octets, _ in self._messages[1])
+                self._require(expected, self._exchange.received_nbytes())
             self._actions = iter(self._folds)
             self._state = state = REDUCING
         if state == REDUCING:
@@ -124,7 +131,9 @@ class MessageStep:
         if not self._is_bound:
             self._bind()
         if self._exchange is None:
-            self._exchange = self._transport.prepare(*self._messages, self._tag, persistent=False)
+            self._exchange = self._transport.prepare(
+                *self._messages, self._tag, persistent=False, keep_lengths=self._require is not None
+            )
         if self._actions is None:
             self._actions = iter([*self._before, self._exchange.start])
         for action in self._actions:
