@@ -33,7 +33,7 @@ from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_re
 from hpcpar.planner.shapes import RECOMPUTE_MODES, Recompute
 from hpcpar.planner.software import HPCPAR, Software
 from hpcpar.planner.stage_memory import StageMemory, memory_of_stages, state_nbytes
-from hpcpar.planner.step_time import step_time
+from hpcpar.planner.step_time import PassesTime, passes_time, step_time
 from hpcpar.planner.strategy import ContextMethod, Strategy
 from hpcpar.units import GiB
 
@@ -493,25 +493,28 @@ def _fastest(
                 heap.append((bounds.any_schedule(some), next(count), some, False))
     heapq.heapify(heap)
     best: dict[Layout, Estimate] = {}
+    seconds: dict[Layout, float] = {}
+    limit = float("inf")
     priced, memory = 0, _Memory(request)
     while heap:
         bound, _, some, has_schedule = heapq.heappop(heap)
-        times = sorted(one.step_s for one in best.values())
-        limit = times[top - 1] if len(times) >= top else float("inf")
         if bound > limit:
             break
-        if some.layout in best and bound >= best[some.layout].step_s:
+        if bound >= seconds.get(some.layout, float("inf")):
             continue
         if not has_schedule:
             for schedule, per_rank in _pipelines(request, some.layout):
                 one = replace(some, schedule=schedule, stages_per_rank=per_rank)
                 heapq.heappush(heap, (bounds.of(one), next(count), one, True))
             continue
+        passes: dict[str, PassesTime] = {}
         for strategy, stages in memory.fitting(some):
-            found = _priced(request, strategy, stages)
+            found = _priced(request, strategy, stages, passes)
             priced += 1
             if strategy.layout not in best or _order(found) < _order(best[strategy.layout]):
-                best[strategy.layout] = found
+                best[strategy.layout], seconds[strategy.layout] = found, found.step_s
+        if len(seconds) >= top:
+            limit = heapq.nsmallest(top, seconds.values())[-1]
     return sorted(best.values(), key=_order)[:top], priced
 
 
@@ -522,8 +525,18 @@ def _order(one: Estimate) -> tuple[float, int, int]:
     return float(f"{one.step_s:.6e}"), axes, one.strategy.zero_stage
 
 
-def _priced(request: PlanRequest, strategy: Strategy, stages: tuple[StageMemory, ...]) -> Estimate:
-    """Return the estimate of a strategy whose memory is known."""
+def _priced(
+    request: PlanRequest,
+    strategy: Strategy,
+    stages: tuple[StageMemory, ...],
+    passes: dict[str, PassesTime],
+) -> Estimate:
+    """Return the estimate of a strategy whose memory is known.
+
+    passes   by cp method, of strategies that differ in nothing else but ZeRO's stage and offload
+    """
     model, cluster, software = request.model, request.cluster, request.software
-    time, traffic = step_time(model, cluster, strategy, software)
+    if strategy.cp_method not in passes:
+        passes[strategy.cp_method] = passes_time(model, cluster, strategy, software)
+    time, traffic = step_time(model, cluster, strategy, software, passes[strategy.cp_method])
     return Estimate(model, cluster, strategy, software, stages, time, traffic)

@@ -68,10 +68,43 @@ class StepTime:
         return sum(self.parts.get(part, 0.0) for part in COMPUTE)
 
 
+@dataclass(frozen=True)
+class PassesTime:
+    """Time of all forwards and backwards of a step, which ZeRO and offload do not change.
+
+    parts      seconds by part, of the slowest pipeline rank
+    held       stages of that rank
+    weight_s   its seconds of weights' gradients
+    """
+
+    parts: Mapping[str, float]
+    held: list[Stage]
+    weight_s: float
+    of_layers: Mapping[int, LayerTime]
+
+
 def step_time(
-    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    software: Software,
+    passes: PassesTime | None = None,
 ) -> tuple[StepTime, tuple[AxisTraffic, ...]]:
-    """Return the time of a step by part, and a rank's traffic by axis."""
+    """Return the time of a step by part, and a rank's traffic by axis.
+
+    passes   of a strategy that differs in ZeRO's stage or offload alone; None: computed here
+    """
+    passes = passes or passes_time(model, cluster, strategy, software)
+    parts = dict(passes.parts)
+    reduced = _reduction(model, cluster, strategy, software, passes.held, passes.weight_s)
+    parts["data parallel"] += reduced.seconds - reduced.hidden_s
+    parts["optimizer"] = software.step_s + _optimizer_s(model, cluster, strategy, software, passes.held)
+    traffic = _traffic(model, cluster, strategy, passes.of_layers, passes.held, reduced, software)
+    return StepTime({part: parts[part] for part in PARTS}), traffic
+
+
+def passes_time(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software) -> PassesTime:
+    """Return the time of all forwards and backwards of a step."""
     stages, m = stages_of(model, strategy), strategy.microbatches
     kinds = [layer for layer, _ in model.layer_kinds]
     of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
@@ -97,11 +130,7 @@ def step_time(
                 parts[part] += m * seconds
     parts["pipeline"] += 2 * m * blocking * len(numbers)
     parts["bubble"] = max(0.0, span - m * by_rank[slowest])
-    reduced = _reduction(model, cluster, strategy, software, held, m * sum(weight[s] for s in numbers))
-    parts["data parallel"] += reduced.seconds - reduced.hidden_s
-    parts["optimizer"] = software.step_s + _optimizer_s(model, cluster, strategy, software, held)
-    traffic = _traffic(model, cluster, strategy, of_layers, held, reduced, software)
-    return StepTime({part: parts[part] for part in PARTS}), traffic
+    return PassesTime(parts, held, m * sum(weight[s] for s in numbers), of_layers)
 
 
 def _stage_time(
