@@ -713,7 +713,7 @@ class DistributedOptimizer(Optimizer):
             for comm, exchanged in self.update.exchange.nbytes_by_comm().items():
                 total[comm, "alltoall"] += steps * exchanged
         if self._sharding is not None:
-            total.update(self._sharding.expected_traffic(steps * backwards + forwards, steps * backwards))
+            total.update(self._sharding.expected_traffic(steps, backwards, forwards))
         return total
 
     def _note_split_over(self, split_over: SplitOver) -> None:

@@ -73,11 +73,6 @@ def refuse_contradictions(
             f"shared_parameters=True with zero_stage={stage}: only stages 1 and 2 keep whole "
             "parameters of which each rank updates a part; for 3 give it to fully_shard"
         )
-    if options.tied and stage > 1:
-        raise OperationError(
-            f"tied parameters ({', '.join(options.tied)}) with zero_stage={stage}: gradients "
-            "would be averaged, and cut, before they are summed over the copies; use zero_stage 0 or 1"
-        )
     if options.nonfinite not in ("error", "skip", "step"):
         raise OperationError(f'nonfinite={options.nonfinite!r}; give "error", "skip" or "step"')
     if options.overlap_allgather and (options.model is None or stage not in (1, 2)):

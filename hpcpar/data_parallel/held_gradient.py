@@ -93,6 +93,12 @@ class HeldGradient(Tensor):
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the gradient, flat, which may be written to; empty where it has none."""
+        found = self.shards.own_gradient_of(self.parameter)
+        return torch.empty(0, dtype=self.dtype, device=self.device) if found is None else found[1]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGradient of {list(self.shape)}, of which this rank has a shard"
 

@@ -14,7 +14,7 @@ two units belongs to a unit around both, at the outermost the whole model's.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -64,6 +64,44 @@ def _members(name: str, container: nn.Module) -> list[str]:
         full = f"{name}.{own_name}".lstrip(".")
         found += _members(full, member) if isinstance(member, _CONTAINERS) else [full]
     return found
+
+
+def plan_stages(
+    model: nn.Module, policy: Policy | None, stages: Sequence[nn.Module] | None
+) -> list[list[UnitPlan]]:
+    """The units of each stage, under the names that the model has for their parameters and modules.
+
+    stages   modules that a pipeline calls; None: the model, which is called as a whole
+    errors   OperationError for parameters of several stages, or of none; and as `plan_units`
+    """
+    if stages is None:
+        return [plan_units(model, policy)]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    modules = {id(module): name for name, module in model.named_modules()}
+    left = dict(names)
+    planned = []
+    for number, stage in enumerate(stages):
+        plans = [
+            UnitPlan(
+                modules.get(id(plan.module), f"stage {number} of this rank"),
+                plan.module,
+                [(names[id(parameter)], parameter, places) for _, parameter, places in plan.parameters],
+            )
+            for plan in plan_units(stage, policy)
+        ]
+        for plan in plans:
+            for name, parameter, _ in plan.parameters:
+                if left.pop(id(parameter), None) is None:
+                    raise OperationError(
+                        f"{name} is a parameter of two stages of this rank, and a sharded one belongs to one "
+                        "unit; place the two stages on different ranks, or take zero_stage=1"
+                    )
+        planned.append(plans)
+    if left:
+        raise OperationError(
+            f"{next(iter(left.values()))} is a parameter of the model and of none of its stages"
+        )
+    return planned
 
 
 def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]:

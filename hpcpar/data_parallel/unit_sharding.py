@@ -1,7 +1,7 @@
 """Cut a unit's parameters into shards: flat memory, this rank's part of it, and placeholders.
 
 unit     w (float32)   b (float32)   s (bfloat16)      one group per element type and replicas, trainable or
-                                                       frozen
+                                                       frozen, tied to another stage or not
 group    | w 0 … 5 | b 0 … 2 | padding |               flat; each rank owns an equal shard
 """
 
@@ -51,7 +51,9 @@ def shard_unit(
         floats = precision is not None and parameter.is_floating_point()
         dtype = precision.parameters if precision is not None and floats else parameter.dtype
         place = torch.device(device or "cpu") if parameter.is_meta else parameter.device
-        kind = dtype, place, info_of(parameter).replicas, parameter.requires_grad
+        info = info_of(parameter)
+        # A tied copy by itself: the other holders' shards have the same edges.
+        kind = dtype, place, info.replicas, parameter.requires_grad, info.is_copy
         kinds.setdefault(kind, []).append(entry)
     return [
         _shard_group(

@@ -14,7 +14,8 @@
     last gradient of a bucket       ShardedGradients          reshard, if no gradient of an input may come
 
 The root's own parameters and those of the last layer stay unsharded from forward to backward, which needs
-them next. The order of units is learnt in the first forward.
+them next; not in a stage of a pipeline, which goes on with another microbatch. The order of units is learnt
+in the first forward.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ if TYPE_CHECKING:
 
 
 class UnshardSchedule:
-    """Unshards and reshards units from hooks on their modules.
+    """Unshards and reshards the units of a model, or of one stage, from hooks on their modules.
 
     units       in the order of registration, the root first
     gradients   of their trainable parameters
-    unit_of     by bucket of `gradients`
+    unit_of     by bucket of `gradients`, in their order
     members     by unit, numbers of its parameters in `gradients`
     prefetch    units that are unsharded ahead
+    is_stage    of a pipeline: a backward need not follow its forward
+    until_step  units stay unsharded from a forward with gradients until `unpin_all`
 
     order       units as the first forward called them
     gathers     all-gathers of units so far
@@ -62,6 +65,8 @@ class UnshardSchedule:
         *,
         prefetch: int,
         is_node_shared: bool,
+        is_stage: bool,
+        until_step: bool,
     ) -> None:
         self.units = units
         self.order: list[FsdpUnit] = []
@@ -69,10 +74,12 @@ class UnshardSchedule:
         self._gradients = gradients
         self._unit_of = unit_of
         self._members: dict[FsdpUnit, list[int]] = {unit: [] for unit in units}
-        for bucket in gradients.buckets:
+        for bucket in unit_of:
             self._members[unit_of[bucket]] += bucket.members
         self._prefetch = prefetch
         self._is_node_shared = is_node_shared
+        self._is_stage = is_stage
+        self._until_step = until_step
         self._calls = CallOrder([unit.name for unit in units], dp_comm)
         self._number_of = {unit: number for number, unit in enumerate(units)}
         self._innermost = innermost(units)
@@ -86,8 +93,7 @@ class UnshardSchedule:
         self._ahead: list[FsdpUnit] = []
         self._begun: set[FsdpUnit] = set()
         self._prefetch_before: FsdpUnit | None = None
-        units[0].keeps = units[-1].keeps = True
-        gradients.on_bucket_done = self._on_bucket_done
+        units[0].keeps = units[-1].keeps = not is_stage
         for unit in units:
             unit.module.register_forward_pre_hook(_Hook(self._enter, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(_Hook(self._leave, unit), with_kwargs=True)
@@ -152,12 +158,14 @@ class UnshardSchedule:
         if torch.is_grad_enabled():
             for unit in self.units:
                 unit.heard = False
+            if self._until_step:
+                self._pin()
 
     def _end_forward(self, trains: bool) -> None:
         if not self._is_order_known:
             self._is_order_known = True
             for unit in self.units:
-                unit.keeps = unit in (self.units[0], self.order[-1])
+                unit.keeps = not self._is_stage and unit in (self.units[0], self.order[-1])
         if not self._is_node_shared:
             self._calls.note(None)
         if not trains:
@@ -206,7 +214,7 @@ class UnshardSchedule:
     def _begin_backward(self) -> None:
         self._calls.require_same()
         self._in_backward = True
-        self._gradients.expect_backward()
+        self._gradients.expect_backward(self._unit_of)
         for unit in self.units:
             self._left[unit] = sum(group.is_trained for group in unit.groups)
         self._ahead = [unit for unit in self._innermost if unit.heard and unit.is_trained]
@@ -247,7 +255,7 @@ class UnshardSchedule:
         if unit is not None:
             self._prefetch_from(unit, -1)
 
-    def _on_bucket_done(self, bucket: Bucket) -> None:
+    def on_bucket_done(self, bucket: Bucket) -> None:
         """Reshard a unit whose gradients have all been taken, unless a gradient of its inputs may come."""
         unit = self._unit_of[bucket]
         self._left[unit] -= 1
@@ -268,16 +276,21 @@ class UnshardSchedule:
         self._gradients.end_backward()
         self._in_backward = False
         self._prefetch_before = None
-        if not self._makes_graph:
+        if not self._makes_graph and not self._until_step:
             self.unpin_all()
         self.reshard_all()
 
     def pin_all(self) -> None:
-        """Keep all units unsharded: a backward of this backward needs any unit's values at any time."""
+        """Unshard and keep all units: a backward of this backward needs any unit's values at any time."""
+        for unit in self.units:
+            self._unshard(unit)
+        self._pin()
+
+    def _pin(self) -> None:
+        """Keep every unit that is unsharded from now on."""
         if not self._is_pinned:
             self._is_pinned = True
             for unit in self.units:
-                self._unshard(unit)
                 unit.pins += 1
 
     def unpin_all(self) -> None:

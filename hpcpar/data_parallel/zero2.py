@@ -14,7 +14,7 @@ source   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,6 +69,7 @@ class ShardedGradients(GradientReducer):
             BucketInFlight(bucket, torch.zeros(length, dtype=dtype, device=device), laid)
             for bucket, length, dtype, device in zip(buckets, lengths, types, devices, strict=True)
         ]
+        self._coming = self._states
         self._state_of = {member: state for state in self._states for member in state.bucket.members}
         self.staging = allocate_staging(self.comms.shard_comm(None), self._states, devices)
         self.used = [0] * len(self.parameters)
@@ -149,10 +150,13 @@ class ShardedGradients(GradientReducer):
 
     # --- a backward -------------------------------------------------------------------------------
 
-    def expect_backward(self) -> None:
-        """Begin a backward; at its end, gradients that it did not bring count as zero."""
+    def expect_backward(self, buckets: Container[Bucket] | None = None) -> None:
+        """Begin a backward; at its end, gradients that it did not bring count as zero.
+
+        buckets   of which gradients may come, as of one stage of several; the same on every rank. None: all
+        """
         if not self._in_backward:
-            self._open_backward()
+            self._open_backward(buckets)
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def complete_backward(self) -> None:
@@ -162,7 +166,7 @@ class ShardedGradients(GradientReducer):
         self._take_those_set_by_hand()
         self.end_backward()
 
-    def _open_backward(self) -> None:
+    def _open_backward(self, buckets: Container[Bucket] | None = None) -> None:
         if self.before_backward is not None:
             self.before_backward()
         # A bucket has one staging buffer: what an earlier backward sent must have arrived.
@@ -171,6 +175,7 @@ class ShardedGradients(GradientReducer):
         self._backwards += 1
         self.synchronized = False
         self._next = 0
+        self._coming = [state for state in self._states if buckets is None or state.bucket in buckets]
         for state in self._states:
             state.begin_backward()
 
@@ -228,7 +233,7 @@ class ShardedGradients(GradientReducer):
         """Count what has not come as zero, and send the remaining buckets."""
         if not self._in_backward:
             return
-        for state in self._states[self._next :]:
+        for state in self._coming[self._next :]:
             state.missing = 0
         self._launch_ready()
         self._in_backward = False
@@ -236,8 +241,8 @@ class ShardedGradients(GradientReducer):
     def _launch_ready(self) -> None:
         # Buckets leave in index order on every rank, whatever order the hooks fire in; otherwise rank 0
         # could be reducing bucket 3 against rank 1's bucket 2.
-        while self._next < len(self._states):
-            state = self._states[self._next]
+        while self._next < len(self._coming):
+            state = self._coming[self._next]
             if state.staging is None and (state.arrived or not state.missing):
                 state.assign(self._free_buffer())
             self._copy_in(state)
@@ -257,7 +262,7 @@ class ShardedGradients(GradientReducer):
             )
             self._next += 1
         # A bucket further ahead may take a buffer, unless the one whose turn is next would have to wait.
-        for state in self._states[self._next + 1 :]:
+        for state in self._coming[self._next + 1 :]:
             if state.arrived:
                 if state.staging is None:
                     buffer = next((buffer for buffer in self.staging if buffer.owner is None), None)
@@ -268,7 +273,7 @@ class ShardedGradients(GradientReducer):
 
     def _is_last_buffer(self, buffer: StagingBuffer) -> bool:
         """Return whether the bucket whose turn is next would have to wait if this buffer were given away."""
-        return self._states[self._next].staging is None and not any(
+        return self._coming[self._next].staging is None and not any(
             other.owner is None for other in self.staging if other is not buffer
         )
 
@@ -286,7 +291,7 @@ class ShardedGradients(GradientReducer):
         if state.is_settled(index):
             return None
         if state.flat is None:
-            if state is not self._states[self._next]:
+            if state is not self._coming[self._next]:
                 return None
             state.assign(self._free_buffer())
         place = state.view(index)

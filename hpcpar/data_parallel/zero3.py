@@ -18,7 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import refuse_renormalized
 from hpcpar.data_parallel.running_statistics import warn_of_local_batches
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
-from hpcpar.data_parallel.unit_plan import Policy, UnitPlan, plan_units
+from hpcpar.data_parallel.unit_plan import Policy, UnitPlan, plan_stages
 from hpcpar.data_parallel.unit_sharding import shard_unit
 from hpcpar.data_parallel.unshard_schedule import UnshardSchedule
 from hpcpar.data_parallel.zero2 import ShardedGradients
@@ -52,7 +52,7 @@ class FullyShardedState:
 
     To an optimizer it is what ParameterAllGather is in stages 1 and 2: `before_step`, `start`, …, `wait`.
 
-    units           in the order of registration, the root first
+    stages          units of each module that is called by itself, as registered, its root first
     blocks          of trainable parameters, in the order in which their gradients leave
     gradients       of these parameters, each rank's shards
     node_shared     memory of parameters that all ranks of a node share; None: each rank has its own
@@ -62,15 +62,18 @@ class FullyShardedState:
 
     def __init__(
         self,
-        units: list[FsdpUnit],
+        stages: list[list[FsdpUnit]],
         comms: ReplicaComms,
         stats: UnshardStats,
         *,
         precision: Precision | None,
         prefetch: int,
         node_shared: NodeSharedParameters | None,
+        is_pipelined: bool,
+        until_step: bool,
     ) -> None:
-        self.units = units
+        self.units = units = [unit for of_stage in stages for unit in of_stage]
+        self.until_step = until_step
         self.dp_comm = comms.dp_comm
         self.comms = comms
         self.precision = precision
@@ -107,16 +110,24 @@ class FullyShardedState:
             layouts=self.layouts,
             replicated=False,
         )
-        self._schedule = UnshardSchedule(
-            units,
-            self.dp_comm,
-            self.gradients,
-            {group.block.bucket: unit for unit, group in trainable},
-            prefetch=prefetch,
-            is_node_shared=node_shared is not None,
-        )
+        self._schedules = [
+            UnshardSchedule(
+                of_stage,
+                self.dp_comm,
+                self.gradients,
+                {group.block.bucket: unit for unit, group in trainable if unit in of_stage},
+                prefetch=prefetch,
+                is_node_shared=node_shared is not None,
+                is_stage=is_pipelined,
+                until_step=until_step,
+            )
+            for of_stage in stages
+        ]
+        schedule_of = {unit: each for each in self._schedules for unit in each.units}
+        of_bucket = {group.block.bucket: schedule_of[unit] for unit, group in trainable}
+        self.gradients.on_bucket_done = lambda bucket: of_bucket[bucket].on_bucket_done(bucket)
         self._in_place = ExitStack()
-        self._in_place.enter_context(adding_in_place([units[0].module]))
+        self._in_place.enter_context(adding_in_place([of_stage[0].module for of_stage in stages]))
         for unit in units:
             for parameter in unit.parameters:
                 note(parameter, unit_name=unit.name, sharding=weakref.ref(self))
@@ -125,22 +136,24 @@ class FullyShardedState:
         """Return None: a copy of the model is not sharded."""
 
     def __reduce__(self) -> Any:
-        return self._schedule.__reduce__()
+        return self._schedules[0].__reduce__()
 
     @property
     def gathers(self) -> int:
         """All-gathers of units so far."""
-        return self._schedule.gathers
+        return sum(schedule.gathers for schedule in self._schedules)
 
     # --- for the optimizer ------------------------------------------------------------------------
 
     def release(self) -> None:
         """Reshard all units."""
-        self._schedule.reshard_all()
+        for schedule in self._schedules:
+            schedule.reshard_all()
 
     def before_step(self) -> None:
         """Wait until no rank reads the parameters as they are. Collective."""
-        self._schedule.unpin_all()
+        for schedule in self._schedules:
+            schedule.unpin_all()
         if any(unit.pins for unit in self.units):
             raise OperationError(
                 "parameters were to change inside summon_full_parameters(), where what was summoned would be "
@@ -157,7 +170,8 @@ class FullyShardedState:
 
     def start_remaining(self) -> None:
         """Start to tell the node's other ranks that all shards are new. Collective."""
-        for unit in dict.fromkeys([*self._schedule.order, *self.units]):
+        order = [unit for schedule in self._schedules for unit in schedule.order]
+        for unit in dict.fromkeys([*order, *self.units]):
             unit.publish_shards()
 
     def wait(self) -> None:
@@ -258,16 +272,22 @@ class FullyShardedState:
             for parameter in each.parameters
         ]
 
-    def expected_traffic(self, forwards: int, backwards: int) -> dict[tuple[Communicator, str], int]:
-        """Bytes that all ranks of a communicator send to gather parameters in these forwards and backwards.
+    def expected_traffic(
+        self, steps: int, backwards: int, forwards: int
+    ) -> dict[tuple[Communicator, str], int]:
+        """Bytes that all ranks of a communicator send to gather parameters.
 
-        Every unit is gathered in forward, and again in backward unless it is kept.
+        backwards   in each step, each with its forward
+        forwards    without a backward, in all
+
+        Every unit is gathered in forward, and again in backward unless it is kept; or once a step.
         """
         if self.node_shared is not None:
             return {}
         total: Counter[tuple[Communicator, str]] = Counter()
         for unit in self.units:
-            times = forwards + (0 if unit.keeps else backwards)
+            in_step = 1 if self.until_step else backwards * (1 if unit.keeps else 2)
+            times = forwards + steps * in_step
             for group in unit.groups:
                 bucket = group.block.bucket
                 comm = self.comms.shard_comm(bucket.replicas)
@@ -286,6 +306,8 @@ def fully_shard(
     prefetch: int = 1,
     shared_parameters: bool = False,
     shard_ranks: int | None = None,
+    stages: Sequence[nn.Module] | None = None,
+    reshard: Literal["unit", "step"] = "unit",
     values: Values | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
@@ -303,6 +325,11 @@ def fully_shard(
     shard_ranks        neighbours of dp_comm over which parameters are sharded and gathered, as those of a
                        node; shards of gradients are averaged over the other groups once a step (HSDP).
                        None: all ranks
+    stages             of a pipeline: the modules that it calls, of this rank, which have all of the model's
+                       parameters; each gathers its own units. None: the model is called as a whole
+    reshard            when gathered parameters are freed: "unit": after their unit's forward, and again after
+                       its backward, so that k microbatches cost 3kΦ of traffic; "step": when the optimizer
+                       steps, with memory for all of them until then, and (k + 1)Φ
     values             (name, tensor) -> whole initial value, the same on all ranks, asked for one parameter
                        at a time, and for buffers of the meta device, of which it may know none (KeyError);
                        None: rank 0's parameters and buffers, or, on the meta device, what the modules'
@@ -331,11 +358,14 @@ def fully_shard(
     refuse_renormalized(model)
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
-    plans = plan_units(model, policy)
+    if reshard not in ("unit", "step"):
+        raise OperationError(f'reshard={reshard!r}; give "unit" or "step"')
+    planned = plan_stages(model, policy, stages)
+    plans = [plan for of_stage in planned for plan in of_stage]
     comms = ReplicaComms(dp_comm, model.parameters(), shard_ranks)
     refuse_unshareable(comms, shared_parameters=shared_parameters)
     comms.agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters])
-    _agree_on_units(plans, prefetch, precision, dp_comm)
+    _agree_on_units(plans, f"prefetch={prefetch}; precision={precision}; reshard={reshard}", dp_comm)
     source = InitialValues(model, comms, values)
     numbers = {
         id(parameter): number
@@ -344,15 +374,26 @@ def fully_shard(
         )
     }
     node_shared = NodeSharedParameters(dp_comm) if shared_parameters else None
-    units, stats = [], UnshardStats()
-    for plan in plans:
+    stats = UnshardStats()
+
+    def unit_of(plan: UnitPlan) -> FsdpUnit:
         groups = shard_unit(plan, numbers, comms, source, precision, device, node_shared)
-        units.append(FsdpUnit(plan, groups, comms, stats, node_shared=node_shared))
+        return FsdpUnit(plan, groups, comms, stats, node_shared=node_shared)
+
+    units = [[unit_of(plan) for plan in of_stage] for of_stage in planned]
     source.fill_buffers(device)
-    for unit in units:
-        unit.publish_shards()
+    for of_stage in units:
+        for unit in of_stage:
+            unit.publish_shards()
     sharding = FullyShardedState(
-        units, comms, stats, precision=precision, prefetch=prefetch, node_shared=node_shared
+        units,
+        comms,
+        stats,
+        precision=precision,
+        prefetch=prefetch,
+        node_shared=node_shared,
+        is_pipelined=stages is not None,
+        until_step=reshard == "step",
     )
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
@@ -378,16 +419,14 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = True) -> Iter
         yield
 
 
-def _agree_on_units(
-    plans: Sequence[UnitPlan], prefetch: int, precision: Precision | None, dp_comm: Communicator
-) -> None:
+def _agree_on_units(plans: Sequence[UnitPlan], options: str, dp_comm: Communicator) -> None:
     units = ", ".join(plan.name or "the model" for plan in plans)
-    asked = dp_comm.allgather_object(f"units {units}; prefetch={prefetch}; precision={precision}")
+    asked = dp_comm.allgather_object(f"units {units}; {options}")
     other = next((rank for rank, told in enumerate(asked) if told != asked[0]), None)
     if other is not None:
         raise MismatchError(
             f"rank {other} shards another way than rank 0: {asked[other]}, where rank 0 has {asked[0]}. Give "
-            "the same policy, prefetch and precision on every rank"
+            "the same policy, prefetch, precision and reshard on every rank"
         )
 
 

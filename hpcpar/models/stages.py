@@ -25,6 +25,7 @@ from hpcpar.errors import LayoutError
 from hpcpar.models.layers import Layers
 from hpcpar.models.llama import EMBEDDING, HEAD, Llama
 from hpcpar.models.loss import Reduction
+from hpcpar.parameter_info import note
 from hpcpar.pipeline_parallel.balance import require_split
 from hpcpar.planner.shapes import LlamaConfig, Part
 
@@ -97,6 +98,10 @@ class LlamaStages(nn.Module):
             if stage.part.heads:
                 self.model.norm = stage.model.norm
                 self.lm_head = stage.lm_head
+        ends = [end for stage in self.stages.values() for end in (stage.part.embeds, stage.part.heads) if end]
+        for own in self.tied_parameters().values():
+            if own is not None and len(ends) == 1:
+                note(own, is_copy=True)
 
     def train(self, mode: bool = True) -> LlamaStages:
         super().train(mode)

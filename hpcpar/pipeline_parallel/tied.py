@@ -66,11 +66,13 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Sum the gradients of all copies, in place in each .grad. Collective over the holders.
 
-        Call it after the last action of a step, before the optimizer averages over replicas or uses them. A
-        DistributedOptimizer defers the parameters named by its `tied`, and refuses other copies. A copy
-        without a gradient counts as zeros; if no copy has one, none gets one.
+        Call it after the last action of a step, before gradients are clipped or used. A DistributedOptimizer
+        defers the average of the parameters named by its `tied`, and refuses other copies; in stages 2 and 3
+        this waits for the averages, and sums the shards. A copy without a gradient counts as zeros; if no
+        copy has one, none gets one.
 
-        cost   2(n - 1)/n·S sent by each of n holders for S bytes: S for two; and one byte of agreement
+        cost   2(n - 1)/n·S sent by each of n holders for S bytes, of the whole or of a shard: S for two; and
+               one byte of agreement
         """
         for name, comm in self.comms.items():
             own = self._own[name]
@@ -79,10 +81,12 @@ class TiedWeights:
                 continue
             if own.grad is None:
                 own.grad = torch.zeros_like(own)
-            flat = own.grad.contiguous()
+            # Of a gradient in shards, the part of this rank; the other holders have the same one.
+            part = getattr(own.grad, "shard", own.grad)
+            flat = part.contiguous()
             comm.allreduce(flat)
-            if flat is not own.grad:
-                own.grad.copy_(flat)
+            if flat is not part:
+                part.copy_(flat)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts a parameter in norms and sums over the pipeline: of copies, the first."""

@@ -6,7 +6,7 @@
     ep       every rank has an expert; dense models have none
     dp       divides the global batch
     cp, tp   divide the sequence where ranks share it
-    ZeRO     stage 3 without a pipeline; stage 2 without schedules that split the backward, or tied embeddings
+    ZeRO     stages 2 and 3 without schedules that split the backward
 
 A refusal has a kind, by which `hpcpar plan` sums up, and a reason with what was found.
 """
@@ -125,12 +125,8 @@ def zero_refusal(model: ModelShape, layout: Layout, zero_stage: int, schedule: s
     """Return why the stage of ZeRO cannot be with this pipeline; None where it can."""
     if layout.pp == 1 or zero_stage < 2:
         return None
-    if zero_stage == 3:
-        return "each microbatch would gather a stage's parameters twice and scatter its gradients"
-    if model.tie_embeddings:
-        return "every backward cuts gradients before those of embedding and head can be summed"
     if schedule in SPLIT_BACKWARD:
-        return f"every backward sends all gradients, and {schedule} has two for each microbatch"
+        return f"every backward sends its gradients, and {schedule} has two for each microbatch"
     return None
 
 

@@ -36,6 +36,7 @@ OF_TRAINER = {
     "sequence_parallel": ("tensor_parallel", "sequence_parallel"),
     "cp_method": ("context_parallel", "method"),
     "offload": ("optimizer", "offload"),
+    "reshard": ("optimizer", "reshard"),
     **{axis: ("mesh", axis) for axis in DEGREES},
 }
 """Keys of a strategy, and where the trainer's file has them."""
@@ -141,6 +142,8 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
     }
     if strategy.offload is not None:
         tables["optimizer"]["offload"] = strategy.offload
+    if strategy.keeps_gathered:
+        tables["optimizer"]["reshard"] = strategy.reshard
     if layout.tp > 1:
         tables["tensor_parallel"] = {"sequence_parallel": strategy.sequence_parallel}
     if layout.cp > 1:

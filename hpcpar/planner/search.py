@@ -49,7 +49,7 @@ STAGES_PER_RANK = (2, 4, 8)
 DEGREE_KEYS = ("pp", "dp", "cp", "tp", "ep", "etp")
 OPTION_KEYS = (
     *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
-    *("cp_method", "offload", "dp_shard"),
+    *("cp_method", "offload", "dp_shard", "reshard"),
 )
 COUNTS = (*DEGREE_KEYS, "microbatch", "stages_per_rank", "dp_shard")
 CHOICES: Mapping[str, tuple[Any, ...]] = {
@@ -58,11 +58,12 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTE_MODES,
     "sequence_parallel": (False, True),
     "cp_method": get_args(ContextMethod),
+    "reshard": ("unit", "step"),
 }
 """Values of the keys that have a few."""
 
 FIXABLE = (*DEGREE_KEYS, *OPTION_KEYS)
-"""What a request may fix; all but cp_method, offload and dp_shard are searched otherwise."""
+"""What a request may fix; all but cp_method, offload, dp_shard and reshard are searched otherwise."""
 
 
 @dataclass(frozen=True)
@@ -318,12 +319,8 @@ def _with_zero(
             continue
         for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
             for place in request.only("offload", None):
-                yield replace(
-                    first,
-                    zero_stage=stage,
-                    cp_method=method,
-                    offload=place,
-                )
+                for reshard in request.only("reshard", "unit") if stage == 3 else ("unit",):
+                    yield replace(first, zero_stage=stage, cp_method=method, offload=place, reshard=reshard)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -463,7 +460,10 @@ class _Memory:
         for strategy in reversed(
             [*_with_zero(request, some.layout, some.microbatch, some.recompute, *pipeline)]
         ):
-            key = (some.layout, *pipeline, some.recompute.mode, strategy.cp_method, strategy.offload)
+            key = (
+                *(some.layout, *pipeline, some.recompute.mode),
+                *(strategy.cp_method, strategy.offload, strategy.reshard),
+            )
             stage = strategy.zero_stage
             if strategy.microbatch >= self._lacking.get((*key, stage), strategy.microbatch + 1):
                 continue

@@ -94,6 +94,8 @@ def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Softwar
     if stays_gathered(strategy, software):
         state[GRADIENTS] = dense * widths.gradients
         state[WORKING] = dense * ITEMSIZE["bfloat16"]
+    elif strategy.keeps_gathered:
+        state[WORKING] = (dense + experts) * _gathered_width(strategy)
     state.update(model_state_nbytes(experts, widths, stage=stage, ranks=strategy.expert_shards))
     return dict(state)
 
@@ -111,6 +113,10 @@ def state_widths(precision: str, software: Software) -> StateWidths:
 def stays_gathered(strategy: Strategy, software: Software) -> bool:
     """Return True where ZeRO-3 gathers and reduces once a step, as its pipeline has many microbatches."""
     return software.gathered_in_pipeline and strategy.zero_stage == 3 and strategy.layout.pp > 1
+
+
+def _gathered_width(strategy: Strategy) -> int:
+    return 2 if strategy.precision in ("bfloat16", "float16", "float8") else 4
 
 
 def _storage(precision: str, software: Software) -> str:
@@ -213,8 +219,8 @@ def _working(
         nbytes += logits * software.logit_bytes + 4 * strategy.own_tokens * model.hidden_size
     if strategy.zero_stage == 3:
         # Two gathered layers, of which one is fetched ahead, and the gradients of one.
-        width = 2 if strategy.precision in ("bfloat16", "float16", "float8") else 4
-        gathered = 2 * width + (software.gradient_bytes or width)
+        width = _gathered_width(strategy)
+        gathered = (0 if strategy.keeps_gathered else 2 * width) + (software.gradient_bytes or width)
         nbytes += gathered * max(_layer_share(model, strategy, layer) for layer in layers)
     return nbytes
 

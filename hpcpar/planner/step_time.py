@@ -204,7 +204,7 @@ def _reduction(
             nbytes += share * (width + (_itemsize(strategy) if strategy.zero_stage else width))
             last_backward = behind_s / m
             hidden += min(seconds / 2 if strategy.zero_stage else seconds, software.overlap * last_backward)
-        elif strategy.zero_stage == 2:
+        elif strategy.zero_stage == 2 or strategy.keeps_gathered:
             seconds = m * gradient + weights
             nbytes += share * (m * width + _itemsize(strategy))
             hidden += min(m * gradient, software.overlap * behind_s)

@@ -25,6 +25,8 @@ class Strategy:
     microbatch         sequences that a rank computes at once
     sequence           tokens of a sequence
     zero_stage         0 replicas; shards 1 optimizer state, 2 gradients too, 3 parameters too
+    reshard            of stage 3: gathered parameters are freed after their layer's forward and backward
+                       ("unit"), or kept until the optimizer steps ("step")
     schedule           of the pipeline, by name
     stages_per_rank    None = the schedule's default
     recompute          activations that backward recomputes
@@ -47,6 +49,7 @@ class Strategy:
     sequence_parallel: bool = False
     cp_method: ContextMethod = "exchange"
     offload: str | None = None
+    reshard: Literal["unit", "step"] = "unit"
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch", "sequence"):
@@ -96,6 +99,11 @@ class Strategy:
         return max(1, self.shard_ranks * layout.tp // (layout.ep * layout.etp)) if self.zero_stage else 1
 
     @property
+    def keeps_gathered(self) -> bool:
+        """True where each rank has the parameters that it uses whole during a step, gathered once."""
+        return self.zero_stage == 3 and self.reshard == "step"
+
+    @property
     def chunks_per_rank(self) -> int:
         """Stages of the pipeline on one rank."""
         if self.layout.pp == 1:
@@ -121,7 +129,8 @@ class Strategy:
         """Format "tp=8 x pp=4, ZeRO-1, microbatch 2, recompute full"."""
         parts = [str(self.layout)]
         if self.zero_stage:
-            parts.append(f"ZeRO-{self.zero_stage}")
+            kept = " kept through the step" if self.keeps_gathered else ""
+            parts.append(f"ZeRO-{self.zero_stage}{kept}")
         parts.append(f"microbatch {self.microbatch}")
         if self.layout.pp > 1:
             parts.append(self.schedule + (f" of {self.chunks_per_rank}" if self.chunks_per_rank > 1 else ""))

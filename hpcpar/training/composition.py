@@ -106,31 +106,18 @@ def _stages_to_balance(config: Config, layout: Layout) -> str | None:
 
 
 def _zero_in_a_pipeline(config: Config, layout: Layout) -> str | None:
-    stage = config.optimizer.zero_stage
-    if layout.pp == 1 or stage < 2:
+    if layout.pp == 1 or config.pipeline.schedule not in SPLIT_BACKWARD:
         return None
-    if stage == 3:
-        return (
-            f"optimizer.zero_stage = 3 with mesh.pp = {layout.pp}: each of a step's microbatches would "
-            "gather a stage's parameters twice and scatter its gradients; use zero_stage=1, whose "
-            "traffic does not grow with them, or mesh.pp=1"
-        )
-    if config.model_config_for(1).tie_embeddings:
-        return (
-            f"optimizer.zero_stage = 2 with mesh.pp = {layout.pp} and tied embeddings: every backward "
-            "averages and cuts gradients, before those of embedding and head can be summed; use "
-            "zero_stage=1, or model.tie_embeddings=false"
-        )
-    return split_backward(config) if config.pipeline.schedule in SPLIT_BACKWARD else None
+    return split_backward(config)
 
 
 def split_backward(config: Config) -> str | None:
-    """Return why stage 2 of ZeRO refuses a schedule that splits the backward; None for another stage."""
+    """Return why stages 2 and 3 of ZeRO refuse a schedule that splits the backward; None for the others."""
     if config.optimizer.zero_stage < 2:
         return None
     return (
         f"optimizer.zero_stage = {config.optimizer.zero_stage} with pipeline.schedule = "
-        f"{config.pipeline.schedule!r}: every backward of stage 2 sends all gradients, and this schedule "
+        f"{config.pipeline.schedule!r}: every backward sends its gradients, and this schedule "
         "has two for each microbatch; use zero_stage=1, whose traffic does not grow with them, or a "
         "schedule that does not split the backward, such as 1f1b"
     )
@@ -198,6 +185,11 @@ _ZERO: dict[str, Options] = {
         (" shared", ("mesh.dp=2", "optimizer.shared_parameters=true")),
     )
     for stage in (1, 2, 3)
+} | {
+    "ZeRO-3 kept": (
+        *("optimizer.zero_stage=3", "optimizer.reshard=step"),
+        *("train.microbatch=1", "mesh.dp=2"),
+    )
 }
 
 FEATURES: dict[str, dict[str, Options]] = {

@@ -217,6 +217,8 @@ class OptimizerSection(Section):
     moments        type of the optimizer's moments; None = float32
     shared_parameters   the ranks of a node share the parameters' memory
     prefetch       layers that stage 3 gathers ahead
+    reshard        of stage 3: free a layer's gathered parameters after its forward and backward, for each
+                   microbatch again ("unit"), or keep them all until the optimizer steps ("step")
     """
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
@@ -238,6 +240,7 @@ class OptimizerSection(Section):
     moments: Literal["bfloat16"] | None = None
     shared_parameters: bool = False
     prefetch: int = Field(default=1, ge=0)
+    reshard: Literal["unit", "step"] = "unit"
 
     @field_validator("adam_learning_rate")
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from hpcpar.autograd import Recompute
@@ -89,7 +90,8 @@ def expected_traffic(
     total: Counter[tuple[Communicator, str]] = Counter()
     total.update({(comm, "broadcast"): nbytes for comm, nbytes in start_nbytes.items()})
     looks = 1 if optimizer.scaler.dynamic else 0
-    stages = 1 if worker is None else len(worker.model.stages)
+    # In stage 2 a backward of one of several stages sends all gradients, most of them zeros.
+    stages = len(worker.model.stages) if worker is not None and optimizer.zero_stage == 2 else 1
     gradients = optimizer.traffic_by_comm(
         passes.steps,
         backwards=len(passes.trained) * stages,
@@ -177,10 +179,22 @@ def _pipeline(
     for name, over in worker.tied.comms.items():
         parameter = model.tied_parameters()[name]
         assert parameter is not None, "this rank has a copy"
+        nbytes, dtype = _tied_gradient(worker.optimizer, parameter)
         total[over, "allreduce"] += passes.steps * allreduce_nbytes(
-            over, parameter.nbytes, dtype=dtype_name(parameter.dtype), on_device=parameter.is_cuda
+            over, nbytes, dtype=dtype_name(dtype), on_device=parameter.is_cuda
         )
     return total
+
+
+def _tied_gradient(optimizer: DistributedOptimizer, tied: nn.Parameter) -> tuple[int, torch.dtype]:
+    """Return bytes and type of what this rank adds to the other copies' gradients: all, or its shard."""
+    if optimizer.zero_stage < 2:
+        return tied.nbytes, tied.dtype
+    for block, shard in zip(optimizer.blocks, optimizer.reducer.flats, strict=True):
+        if any(optimizer.reducer.parameters[member] is tied for member in block.bucket.members):
+            own = sum(piece.end - piece.offset for piece in block.shard.pieces)
+            return own * shard.element_size(), shard.dtype
+    raise AssertionError("a tied parameter is in a bucket of its own")
 
 
 def _norms(

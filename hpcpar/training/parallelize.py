@@ -63,14 +63,14 @@ class ParallelLlama:
     microbatches: int
     schedule: Schedule | None
 
-    def worker(self, optimizer: Optimizer, *, nonfinite: str = "error") -> WholeModel | PipelinedModel:
+    def worker(self, optimizer: Optimizer, **options: Any) -> WholeModel | PipelinedModel:
         """Return what `train_step` and `held_out_loss` take. Collective, once for each model.
 
         optimizer   of torch, over the model's parameters; `worker.optimizer` is the DistributedOptimizer that
                     steps it on averaged gradients, as the settings' optimizer section says
-        nonfinite   what a gradient that is not finite leads to, as in DistributedOptimizer
+        options     of DistributedOptimizer that the settings do not have: nonfinite, overlap_allgather
         """
-        distributed = partial(self._distributed, optimizer, nonfinite=nonfinite)
+        distributed = partial(self._distributed, optimizer, **options)
         if isinstance(self.model, Llama):
             return WholeModel(self.model, distributed(), self.microbatches, self.sequences)
         assert self.schedule is not None, "there are stages"
@@ -89,7 +89,6 @@ class ParallelLlama:
             offload=section.offload,
             shared_parameters=section.shared_parameters and not is_sharded,
             model=None if is_sharded else self.model,
-            overlap_allgather=section.zero_stage in (1, 2),
             bucket_bytes=None if section.bucket_mib is None else int(section.bucket_mib * MiB),
             first_bucket_bytes=int(section.first_bucket_mib * MiB),
             algorithm=section.algorithm,
@@ -253,6 +252,8 @@ def _sharded(build: Build, config: Config, mesh: Mesh, device: torch.device) -> 
     value_of: Callable[[str], Tensor] = partial(initial_value, model.config, seed=config.model.seed)
     if config.model.hugging_face is not None:
         value_of = stored_values(model.config, config.model.hugging_face, mesh.replicas)
+    in_pipeline = isinstance(model, LlamaStages)
+    tied = model.tied_names if in_pipeline else {}
     fully_shard(
         model,
         mesh.replicas,
@@ -260,7 +261,9 @@ def _sharded(build: Build, config: Config, mesh: Mesh, device: torch.device) -> 
         prefetch=config.optimizer.prefetch,
         shared_parameters=config.optimizer.shared_parameters,
         shard_ranks=mesh.layout.shard_ranks,
-        values=lambda name, tensor: own_shard(tensor, value_of(name)),
+        stages=list(model.stages.values()) if in_pipeline else None,
+        reshard=config.optimizer.reshard,
+        values=lambda name, tensor: own_shard(tensor, value_of(tied.get(name, name))),
         device=device,
     )
     return model

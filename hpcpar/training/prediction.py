@@ -127,6 +127,7 @@ def strategy_of(config: Config) -> Strategy:
         sequence_parallel=config.tensor_parallel.sequence_parallel,
         cp_method=config.context_parallel.method,
         offload=config.optimizer.offload,
+        reshard=config.optimizer.reshard,
     )
 
 

@@ -117,8 +117,11 @@ class Run:
         self.tp, self.sequences, self.model = parallel.tp, parallel.sequences, parallel.model
         # Counted before the optimizer may give the parameters another type.
         self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.replicas)
-        # The run checks the norms of many steps at once, and ends before it saves.
-        self.worker = parallel.worker(plain_optimizer(config.optimizer, self.model), nonfinite="step")
+        self.worker = parallel.worker(
+            plain_optimizer(config.optimizer, self.model),
+            nonfinite="step",  # the run checks the norms of many steps at once, and ends before it saves
+            overlap_allgather=config.optimizer.zero_stage in (1, 2),
+        )
         self.optimizer = self.worker.optimizer
         self._experts = parallel.experts
 

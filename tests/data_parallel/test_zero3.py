@@ -8,7 +8,7 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit
-from hpcpar.data_parallel.zero3 import FullyShardedState
+from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_in
 from hpcpar.errors import (
     HpcparError,
     MismatchError,
@@ -1340,6 +1340,35 @@ def test_a_second_optimizer_takes_over_from_one_that_was_closed_or_forgotten() -
         assert not any(torch.equal(a, b) for a, b in zip(before, whole(model), strict=True))
 
 
+@pytest.mark.parametrize("reshard", ["unit", "step"])
+def test_a_stage_is_gathered_for_each_microbatch_or_once_a_step(reshard: Literal["unit", "step"]) -> None:
+    # Two microbatches are between forward and backward, as in a pipeline; two steps, and an evaluation.
+    def trained_by(comm: Communicator, options: dict[str, Any] | None) -> tuple[list[Tensor], list[int]]:
+        model, gathers = Network(), []
+        if options is not None:
+            fully_shard(model, comm, stages=[model], **options)
+        optimizer = optimizer_of(model, comm, backward_passes_per_step=2)
+        for step in range(2):
+            losses = [plain_loss(model, batch(2 * step + number, 0)) for number in range(2)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(batch(0, 0))
+            if (sharding := sharding_in(model)) is not None:
+                gathers.append(sharding.gathers)
+                assert not any(unit.is_allocated for unit in sharding.units)
+        return whole(model), gathers
+
+    expected, _ = trained_by(Communicator.alone(), None)
+    units = 5  # the root and four layers
+    in_step = units if reshard == "step" else 2 * 2 * units
+    for found, gathers in run_loopback(2, lambda comm: trained_by(comm, {"reshard": reshard})):
+        assert gathers == [in_step + units, 2 * (in_step + units)]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
 def test_an_optimizer_of_some_parameters_is_refused() -> None:
     model = fully_shard(Network(), Communicator.alone())
     inner = torch.optim.SGD(list(model.parameters())[:-2], lr=0.1)
@@ -1353,6 +1382,13 @@ def test_what_makes_no_sense_is_refused() -> None:
         fully_shard(model, Communicator.alone())
     with pytest.raises(OperationError, match="prefetch=-1; give 0 or more units"):
         fully_shard(Network(), Communicator.alone(), prefetch=-1)
+    with pytest.raises(OperationError, match='reshard=\'layer\'; give "unit" or "step"'):
+        fully_shard(Network(), Communicator.alone(), reshard="layer")  # type: ignore[arg-type]
+    network = Network()
+    with pytest.raises(OperationError, match=r"layers\.0\.\S+ is a parameter of the model and of none"):
+        fully_shard(network, Communicator.alone(), stages=[network.embed, network.head])
+    with pytest.raises(OperationError, match=r"embed\.weight is a parameter of two stages of this rank"):
+        fully_shard(network, Communicator.alone(), stages=[network, network.embed])
     with pytest.raises(OperationError, match="zero_stage=2, but the model is fully sharded"):
         optimizer_of(model, Communicator.alone(), zero_stage=2)
     with pytest.raises(OperationError, match="give it to fully_shard"):

@@ -12,7 +12,7 @@ from hpcpar.mesh import Layout
 from hpcpar.models.expert_ranks import ExpertRanks, require_feed_forward
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_refusal
+from hpcpar.planner.rules import SPLIT_BACKWARD, layout_refusal, sequence_parallel_fits, zero_refusal
 from hpcpar.planner.search import PlanRequest, layouts_of
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel.attention import require_heads
@@ -78,18 +78,18 @@ def test_the_planner_refuses_the_layouts_that_the_trainer_refuses(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("tied", [False, True])
-def test_zero_with_a_pipeline_is_refused_as_by_the_trainer(stage: int, tied: bool) -> None:
-    model = replace(ModelShape.named("tiny"), tie_embeddings=tied)
-    text = f"[model]\ntie_embeddings = {str(tied).lower()}\n[optimizer]\nzero_stage = {stage}"
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", *SPLIT_BACKWARD])
+def test_zero_with_a_pipeline_is_refused_as_by_the_trainer(stage: int, schedule: str) -> None:
+    model = ModelShape.named("tiny")
+    text = f"[pipeline]\nschedule = {schedule!r}\n[optimizer]\nzero_stage = {stage}"
     told = parse(text, source="test")
     try:
         require_composition(told, Layout(pp=2))
         refused = False
     except HpcparError:
         refused = True
-    assert (zero_refusal(model, Layout(pp=2), stage, "1f1b") is not None) == refused
-    assert zero_refusal(model, Layout(dp=2), stage, "1f1b") is None
+    assert (zero_refusal(model, Layout(pp=2), stage, schedule) is not None) == refused
+    assert zero_refusal(model, Layout(dp=2), stage, schedule) is None
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 5, 7])

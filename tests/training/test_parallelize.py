@@ -104,6 +104,7 @@ BY_TWO = {"train": {"microbatch": 2}}
             id="tied, pp 2 x tp 2",
         ),
         pytest.param(SMALL, {"pp": 2, "cp": 2}, {**BY_TWO, "pipeline": {"schedule": "zb-v"}}, id="zb-v"),
+        pytest.param(TIED, {"pp": 2}, {**BY_TWO, "optimizer": {"zero_stage": 3}}, id="pp 2 x dp 2, ZeRO-3"),
         pytest.param(MIXTURE, {"ep": 2}, {}, id="dp 4 x ep 2"),
         pytest.param(MIXTURE, {"ep": 2, "tp": 2}, {"optimizer": {"zero_stage": 3}}, id="ep 2, ZeRO-3"),
     ],
