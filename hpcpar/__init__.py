@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from hpcpar.mesh import Layout, Mesh
     from hpcpar.torch_backend import communicator_of, process_group_of
+    from hpcpar.training.parallelize import parallelize_llama
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _HOME = {
     "process_group_of": "hpcpar.torch_backend",
     "Layout": "hpcpar.mesh",
     "Mesh": "hpcpar.mesh",
+    "parallelize_llama": "hpcpar.training.parallelize",
 }
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "fully_shard",
     "init",
     "memory_report",
+    "parallelize_llama",
     "process_group_of",
     "run_loopback",
     "summon_full_parameters",

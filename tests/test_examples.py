@@ -98,6 +98,21 @@ def test_a_model_of_ones_own_is_the_same_in_any_pipeline(run_ranks: RunRanks, tm
     assert read_timetable(measured).rows[1]
 
 
+def test_a_llama_in_a_loop_of_ones_own_learns_the_same_on_any_mesh(run_ranks: RunRanks) -> None:
+    example = str(ROOT / "examples" / "parallel_llama.py")
+    told = []
+    meshes = ((1, ()), (2, ("--pp", "2", "--schedule", "zb-v")), (4, ("--tp", "2", "--zero-stage", "3")))
+    for ranks, options in meshes:
+        done = run_ranks(ranks, example, "--steps", "3", *options)
+        assert done.returncode == 0, done.stderr
+        told.append(
+            [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+        )
+    assert len(told[0]) == 3
+    for losses in told[1:]:
+        assert losses == pytest.approx(told[0], abs=2e-4)  # float32, printed with four digits
+
+
 @pytest.mark.long
 def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "degrees.png"

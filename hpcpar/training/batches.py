@@ -63,8 +63,7 @@ class RankBatches:
 
     def microbatches(self, sequences: int) -> int:
         """Return the number of microbatches of each rank's share, the same on all ranks."""
-        largest_share = -(-sequences // self._dp.size)
-        return -(-largest_share // self._config.train.microbatch)
+        return microbatches_of(sequences, self._dp.size, self._config.train.microbatch)
 
     def microbatch_sizes(self, sequences: int) -> list[int]:
         """Return the sequences in each microbatch of this rank's share of so many."""
@@ -91,3 +90,9 @@ class RankBatches:
                 f"{config.train.sequence} and the token after it; give more text or more documents, raise "
                 f"data.held_out (now {config.data.held_out}), or lower train.sequence"
             )
+
+
+def microbatches_of(sequences: int, dp: int, microbatch: int) -> int:
+    """Return the number of microbatches of each dp rank's share, the same on all ranks."""
+    largest_share = -(-sequences // dp)
+    return -(-largest_share // microbatch)

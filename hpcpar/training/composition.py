@@ -60,7 +60,7 @@ def _an_expert_on_each_rank(config: Config, layout: Layout) -> str | None:
         return None
     if experts is None:
         return (
-            f"mesh.ep = {ep}, but {config.model} has no experts to divide; take a preset with experts, set "
+            f"mesh.ep = {ep}, but the model has no experts to divide; take a preset with experts, set "
             "model.experts.count, per_token and ffn_size, or leave mesh.ep out"
         )
     return (

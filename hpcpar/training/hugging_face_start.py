@@ -16,8 +16,8 @@ from typing import Any
 from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError, DataError
-from hpcpar.models import Llama, LlamaConfig, LlamaStages
-from hpcpar.models.hugging_face_files import OF_TRAINING, read_parameters, read_sizes
+from hpcpar.models import LlamaConfig
+from hpcpar.models.hugging_face_files import OF_TRAINING, read_sizes
 from hpcpar.training.config import Config, ModelSection
 
 
@@ -61,17 +61,6 @@ def without_reading(config: Config, comm: Communicator, *, resume: bool) -> Conf
     if not is_there:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"hugging_face": None})})
-
-
-def read_start(model: Llama | LlamaStages, config: Config, comm: Communicator) -> None:
-    """Fill this rank's part of the model from `model.hugging_face`, if it is set. Collective over all ranks.
-
-    With ZeRO-3 `build_model` has done it, a layer at a time.
-    errors   CheckpointError and ConfigError, on all ranks, with the names of tensors that are missing
-    """
-    directory = config.model.hugging_face
-    if directory is not None and config.optimizer.zero_stage < 3:
-        read_parameters(model, directory, comm)
 
 
 def _with_sizes(section: ModelSection, sizes: LlamaConfig, directory: Path) -> ModelSection:

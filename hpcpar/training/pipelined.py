@@ -38,6 +38,25 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 
+def divided(
+    config: Config,
+    sizes: LlamaConfig,
+    layers: Layers,
+    mesh: Mesh,
+    device: torch.device,
+    microbatches: int,
+) -> tuple[Schedule, StageSplit]:
+    """Return the schedule of `mesh.pp` for so many microbatches, and the items of its stages. Collective.
+
+    errors   ScheduleError, LayoutError or ConfigError on all ranks
+    """
+    costs = item_costs(config, sizes, layers, device, mesh.world)
+    with mesh.world.together("dividing the model into stages"):
+        schedule = make_schedule(config, mesh.pp.size, microbatches, costs)
+        require_zero_stage(config, schedule)
+        return schedule, split_of_layers(config, sizes.layers, costs, schedule)
+
+
 def make_schedule(config: Config, ranks: int, microbatches: int, costs: list[float]) -> Schedule:
     """Return the configured schedule, by name or from its file.
 

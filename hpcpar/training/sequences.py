@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class Sequences:
     """The rows [B, S] of a batch: each one text, or documents of which none sees another.
 
-    global_tokens     of the global batch, over all dp ranks
+    global_tokens     targets of the global batch, over all dp ranks; None: they are counted in each step
     context           ranks that share each sequence; None: each rank has whole ones
     end_of_document   token at the end of each packed document; None: a row is one text
     """
 
-    global_tokens: int
+    global_tokens: int | None
     context: ContextParallel | None = None
     end_of_document: int | None = None
 
@@ -70,7 +70,7 @@ class Sequences:
 
         comm   of all dp and cp ranks; those that share sequences have the same targets
         """
-        if self.end_of_document is None:
+        if self.global_tokens is not None:
             return self.global_tokens
         count = torch.tensor([int((targets != IGNORED).sum())])
         comm.allreduce(count)

@@ -29,35 +29,27 @@ from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory
 from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import DivergenceError
 from hpcpar.mesh import Mesh
-from hpcpar.models import Llama, LlamaStages
-from hpcpar.pipeline_parallel import TiedWeights
+from hpcpar.models import LlamaStages
 from hpcpar.pipeline_parallel.balance import StageSplit
 from hpcpar.pipeline_schedules.timetable import write_timetable
 from hpcpar.training.batches import RankBatches
-from hpcpar.training.build import (
-    build_model,
-    build_optimizer,
-    build_stages,
-    expert_ranks_of,
-    place_on_hardware,
-    prepare_data,
-    sequences_of,
-    tensor_parallel_of,
-)
+from hpcpar.training.build import end_of_document, place_on_hardware, plain_optimizer, prepare_data
 from hpcpar.training.composition import require_composition
 from hpcpar.training.config import Config
 from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
-from hpcpar.training.hugging_face_start import read_start, with_hugging_face, without_reading
+from hpcpar.training.hugging_face_start import with_hugging_face, without_reading
 from hpcpar.training.learning_rate import learning_rate
 from hpcpar.training.memory_check import require_memory
 from hpcpar.training.metrics import Metrics, balance_record
 from hpcpar.training.milestones import Milestones
-from hpcpar.training.pipelined import PipelinedModel, copies_here, require_known
+from hpcpar.training.parallelize import parallelize_llama
+from hpcpar.training.pipelined import PipelinedModel
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
 from hpcpar.training.run_directory import RunDirectory
+from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
-from hpcpar.training.training_step import StepResult, WholeModel, held_out_loss, train_step
+from hpcpar.training.training_step import StepResult, held_out_loss, train_step
 
 
 class Run:
@@ -90,25 +82,14 @@ class Run:
         self._activations: Activations | None = None
         self.mesh = Mesh(comm, config.mesh.model_dump())
         require_composition(config, self.mesh.layout)
-        self.tp = tensor_parallel_of(config, self.mesh.tp)
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
-        self.sequences = sequences_of(config, self.mesh, self.tp, self.data.tokenizer)
-        self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, self.sequences)
-        self._experts = expert_ranks_of(
-            config, self.data.shards.vocabulary, self.mesh, self.tp, self.sequences
-        )
+        self._end_of_document = end_of_document(config, self.data.tokenizer)
+        documents = Sequences(None, end_of_document=self._end_of_document)
+        self.batches = RankBatches(config, self.data, self.mesh.dp, self.device, documents)
         require_memory(config, self.data.shards.vocabulary, self.mesh, self.device)
-        built = without_reading(config, comm, resume=resume)
-        self.model: Llama | LlamaStages
-        self.worker: WholeModel | PipelinedModel
-        if self.mesh.pp.size == 1:
-            with comm.together("looking at pipeline.schedule"):
-                require_known(config.pipeline.schedule)
-            self._build_whole(built)
-        else:
-            self._build_stages(built)
+        self._build(without_reading(config, comm, resume=resume))
         self.directory = RunDirectory(config, comm, self.data, self.model.config, say=self.say)
         self._start = self.directory.open(self.model, self.optimizer, self.batches.sampler, resume=resume)
         self.batches.sampler = self._start.sampler
@@ -126,53 +107,25 @@ class Run:
         assert losses is not None, "every rank is in it"
         return losses
 
-    def _build_whole(self, config: Config) -> None:
-        vocabulary = self.data.shards.vocabulary
-        self.model = model = build_model(
+    def _build(self, config: Config) -> None:
+        parallel = parallelize_llama(
+            config.model_config_for(self.data.shards.vocabulary),
+            self.mesh,
             config,
-            vocabulary,
-            self.device,
-            self.mesh.replicas,
-            self.tp,
-            self.sequences.context,
-            self._experts,
-            self.mesh.layout.shard_ranks,
+            device=self.device,
+            end_of_document=self._end_of_document,
+            counts_targets=self._end_of_document is not None,
         )
-        read_start(model, config, self.comm)
+        self.tp, self.sequences, self.model = parallel.tp, parallel.sequences, parallel.model
         # Counted before the optimizer may give the parameters another type.
-        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
-        self.optimizer = build_optimizer(
-            config, model, self.mesh.replicas, shard_ranks=self.mesh.layout.shard_ranks
+        self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.replicas)
+        self.worker = parallel.worker(
+            plain_optimizer(config.optimizer, self.model),
+            nonfinite="step",  # the run checks the norms of many steps at once, and ends before it saves
+            overlap_allgather=config.optimizer.zero_stage in (1, 2),
         )
-        microbatches = self.batches.microbatches(config.train.global_batch)
-        self.worker = WholeModel(model, self.optimizer, microbatches, self.sequences)
-
-    def _build_stages(self, config: Config) -> None:
-        mesh = self.mesh
-        microbatches = self.batches.microbatches(config.train.global_batch)
-        model, schedule = build_stages(
-            config,
-            self.data.shards.vocabulary,
-            self.device,
-            mesh,
-            self.tp,
-            microbatches,
-            self.sequences.context,
-            self._experts,
-        )
-        read_start(model, config, self.comm)
-        self.model = model
-        self._start_nbytes = expected_broadcast_nbytes(model, self.mesh.replicas)
-        tied = TiedWeights(mesh.pp, model.tied_parameters())
-        self.optimizer = build_optimizer(
-            config,
-            model,
-            self.mesh.replicas,
-            tied=copies_here(model, tied),
-            backwards=microbatches,
-            shard_ranks=mesh.layout.shard_ranks,
-        )
-        self.worker = PipelinedModel(model, schedule, mesh, tied, self.optimizer, self.sequences)
+        self.optimizer = self.worker.optimizer
+        self._experts = parallel.experts
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -421,7 +374,7 @@ class Run:
             sequence=self.sequences.own_length(self.config.train.sequence),
             intervals=intervals,
             loads=1 if self._start.is_resumed and from_start else 0,
-            counts_targets=self.sequences.end_of_document is not None,
+            counts_targets=self.sequences.global_tokens is None,
             announces=from_start,
         )
         return expected_traffic(

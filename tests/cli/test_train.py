@@ -119,7 +119,7 @@ def test_errors_that_all_ranks_meet_while_a_run_is_built_are_said_in_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise kind("it makes no sense")
 
-    monkeypatch.setattr(trainer, "build_optimizer", refuse)
+    monkeypatch.setattr(trainer, "plain_optimizer", refuse)
     result = call(monkeypatch, str(config))
     assert result.return_value == CANNOT_WORK
     assert result.stderr == "hpcpar train: it makes no sense\n"

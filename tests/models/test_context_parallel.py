@@ -106,7 +106,7 @@ def train(
         zero_stage=zero_stage,
     )
     tokens, targets = batch()
-    sequences = Sequences(int((targets != -100).sum()), context, END if packed else None)
+    sequences = Sequences(None, context, END if packed else None)
     targets = sequences.targets(tokens, targets)
     own = [half.chunk(mesh.dp.size)[mesh.dp.rank] for half in (tokens, targets)]
     if axes.get("cp") == 2 and not packed:

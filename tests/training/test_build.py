@@ -5,9 +5,10 @@ import torch
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import PeerFailedError
-from hpcpar.models import Llama
-from hpcpar.tensor_parallel import TensorParallel
-from hpcpar.training.build import build_model, place_on_hardware, plain_optimizer
+from hpcpar.mesh import Mesh
+from hpcpar.models import Llama, LlamaStages
+from hpcpar.training import parallelize_llama
+from hpcpar.training.build import place_on_hardware, plain_optimizer
 from hpcpar.training.config import Config, OptimizerSection, parse
 
 SMALL = (
@@ -15,8 +16,8 @@ SMALL = (
 )
 
 
-def built(config: Config, dp_comm: Communicator) -> Llama:
-    return build_model(config, 256, torch.device("cpu"), dp_comm, TensorParallel(Communicator.alone()))
+def built(config: Config, comm: Communicator) -> Llama | LlamaStages:
+    return parallelize_llama(config.model_config_for(256), Mesh(comm), config).model
 
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:

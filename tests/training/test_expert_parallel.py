@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused_at_the_start_with_what_does(
 
 def test_a_model_without_experts_has_none_to_divide(config_of: MakeConfig) -> None:
     message = refused(config_of("mesh.ep=2"), 2, ConfigError)
-    assert "mesh.ep = 2, but model.preset = 'tiny' has no experts to divide; take a preset" in message
+    assert "mesh.ep = 2, but the model has no experts to divide; take a preset" in message
 
 
 # --- MPI ------------------------------------------------------------------------------------------------

@@ -7,14 +7,11 @@ ranks are compared with one process, it iterates in float64 in both: only the or
 from __future__ import annotations
 
 import pytest
-import torch
 
-from hpcpar.comm import Communicator
 from hpcpar.data_parallel import CombinedOptimizer
 from hpcpar.errors import ConfigError
 from hpcpar.models import Llama
-from hpcpar.tensor_parallel import TensorParallel
-from hpcpar.training.build import build_model, plain_optimizer
+from hpcpar.training.build import plain_optimizer
 from hpcpar.training.config import OptimizerSection, parse
 from tests.training.runs import (
     SEQUENCE,
@@ -36,9 +33,8 @@ MODEL = ("train.steps=4", "optimizer.clip_norm=0.2", MUON)
 
 
 def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
-    alone = Communicator.alone()
     config = parse("[model]\nhidden_size = 8\nlayers = 1\nheads = 2\nffn_size = 16\n", source="x")
-    model: Llama = build_model(config, 256, torch.device("cpu"), alone, TensorParallel(alone))
+    model = Llama(config.model_config_for(256))
     section = OptimizerSection(name="muon", learning_rate=0.02, adam_learning_rate=0.003, weight_decay=0.3)
     optimizer = plain_optimizer(section, model)
     assert isinstance(optimizer, CombinedOptimizer)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError, LayoutError
-from hpcpar.tensor_parallel import TensorParallel
+from hpcpar.mesh import Mesh
 from hpcpar.training import Run
-from hpcpar.training.build import build_model
+from hpcpar.training.parallelize import parallelize_llama
 from tests.training.runs import (
     SEQUENCE,
     MakeConfig,
@@ -212,8 +212,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(config_of: MakeConfig) ->
 
 def test_one_rank_builds_the_model_that_it_builds_without_tensor_parallelism(config_of: MakeConfig) -> None:
     config = config_of(*MODEL)
-    alone = Communicator.alone()
-    model = build_model(config, 256, torch.device("cpu"), alone, TensorParallel(alone))
+    model = parallelize_llama(config.model_config_for(256), Mesh(Communicator.alone()), config).model
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == model.config.shapes()
 
 

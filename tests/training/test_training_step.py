@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama, LlamaConfig, next_token_loss
 from hpcpar.partition import bounds
-from hpcpar.training.build import build_optimizer, plain_optimizer
-from hpcpar.training.config import Config, OptimizerSection
+from hpcpar.training.build import plain_optimizer
+from hpcpar.training.config import OptimizerSection
 from hpcpar.training.sequences import Sequences
 from hpcpar.training.training_step import WholeModel, held_out_loss, train_step
 
@@ -20,6 +21,10 @@ SEQUENCE = 6
 
 def model() -> Llama:
     return Llama(CONFIG, seed=1).double()
+
+
+def distributed(section: OptimizerSection, mine: Llama, comm: Communicator) -> DistributedOptimizer:
+    return DistributedOptimizer(plain_optimizer(section, mine), mine.named_parameters(), comm, model=mine)
 
 
 def global_batch(step: int, sequences: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +59,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
 
     def work(comm: Communicator) -> tuple[list[Tensor], list[float]]:
         mine = model()
-        optimizer = build_optimizer(Config(optimizer=section), mine, comm)
+        optimizer = distributed(section, mine, comm)
         worker = WholeModel(mine, optimizer, microbatches=3, sequences=Sequences(sequences * SEQUENCE))
         start, stop = bounds(sequences, comm.size)[comm.rank]
         losses = []
@@ -79,7 +84,7 @@ def test_uneven_parts_and_microbatches_train_as_one_process_with_the_whole_batch
 
 def test_no_clipping_leaves_the_gradient_and_tells_its_norm() -> None:
     mine = model()
-    optimizer = build_optimizer(Config(optimizer=OptimizerSection(name="sgd")), mine, Communicator.alone())
+    optimizer = distributed(OptimizerSection(name="sgd"), mine, Communicator.alone())
     tokens, targets = global_batch(0, 2)
     worker = WholeModel(mine, optimizer, microbatches=3, sequences=Sequences(12))
     result = train_step(worker, tokens, targets, clip_norm=math.inf)
@@ -95,7 +100,7 @@ def test_held_out_loss_is_the_mean_over_all_ranks_tokens_even_if_one_has_none() 
         mine = model()
         rows = [slice(0, 3), slice(3, 5), slice(5, 5)][comm.rank]
         batches = [(whole[0][rows], whole[1][rows])] if comm.rank < 2 else []
-        optimizer = build_optimizer(Config(), mine, comm)
+        optimizer = distributed(OptimizerSection(), mine, comm)
         worker = WholeModel(
             mine, optimizer, microbatches=1, sequences=Sequences(1)
         )  # of which it takes no notice
