@@ -3,8 +3,9 @@
 matrix products      of depth 1024 and 64: peak, and the depth at which half of it is reached
 elementwise          a sum of two large arrays: bytes read and written per second
 attention            torch's scaled_dot_product_attention, causal
-launch               a sum of two numbers: what starting any kernel takes
-training steps       of two small models: the share of all these rates that real layers reach, by the planner
+training steps       of two small models: the share of all these rates that real layers reach, by the planner,
+                     and on CPUs what a launch takes in the interpreter and in torch
+launch               on GPUs: a sum of two numbers
 
 On CPUs as many processes as ranks share a node measure at once, as they will compute at once.
 """
@@ -54,6 +55,7 @@ class DeviceSpeed:
     depth              K at which a float32 product reaches half of that
     attention          FLOP/s of causal attention over peak, half of the scores counted
     memory_bandwidth   bytes/s of elementwise kernels
+    launch_s           of one kernel, in the interpreter and in torch
     reached            share of these rates in training steps
     """
 
@@ -95,23 +97,40 @@ def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
         launch_s=_seconds(lambda: torch.add(one, one, out=one), device),
         units=torch.cuda.get_device_properties(device).multi_processor_count if device != "cpu" else 1,
     )
-    return replace(speed, reached=_reached(speed, device))
+    return _in_training(speed, device)
 
 
-def _reached(speed: DeviceSpeed, device: str) -> float:
-    """Return predicted over measured seconds of training steps on this device alone, at most 1."""
+def _in_training(speed: DeviceSpeed, device: str) -> DeviceSpeed:
+    """Return the speed with the share of its rates, and on CPUs the launch, that training steps show.
+
+    Of two models: measured = kernels / share + launches · launch_s, as the planner counts both.
+    """
     precision = "float32" if device == "cpu" else "bfloat16"
+    found = replace(speed, launch_s=0.0) if device == "cpu" else speed
+    measured, kernels, launches = [], [], []
+    for preset in MODELS:
+        config = LlamaConfig.preset(preset)
+        measured.append(_seconds(_training_step(config, getattr(torch, precision), device), device))
+        kernels.append(_predicted_s(config, precision, found))
+        launches.append(_predicted_s(config, precision, replace(speed, launch_s=1.0)) - kernels[-1])
+    if device == "cpu":
+        # Cramer's rule for 1 / share and launch_s.
+        whole = kernels[0] * launches[1] - kernels[1] * launches[0]
+        slowdown = (measured[0] * launches[1] - measured[1] * launches[0]) / whole
+        launch_s = (kernels[0] * measured[1] - kernels[1] * measured[0]) / whole
+        if slowdown >= 1 and launch_s > 0:
+            return replace(speed, reached=1 / slowdown, launch_s=launch_s)
+    ratios = [predicted / seconds for predicted, seconds in zip(kernels, measured, strict=True)]
+    return replace(found, reached=min(1.0, statistics.geometric_mean(ratios)))
+
+
+def _predicted_s(config: LlamaConfig, precision: str, speed: DeviceSpeed) -> float:
+    """Return the planner's seconds of the training step that is measured, on this device alone."""
     link = {"alpha_intra": 1e-6, "beta_intra": 1e-9}
     table = tomllib.loads(machine_toml("alone", speed, link, nodes=1, ranks_per_node=1))
     cluster = Cluster.from_table(table, where="measured", name="alone")
-    ratios = []
-    for preset in MODELS:
-        config = LlamaConfig.preset(preset)
-        strategy = Strategy(Layout(), SEQUENCES, SEQUENCES, SEQUENCE, precision=precision)
-        predicted_s = estimate(ModelShape.from_llama(config), cluster, strategy).step_s
-        step = _training_step(config, getattr(torch, precision), device)
-        ratios.append(predicted_s / _seconds(step, device))
-    return min(1.0, statistics.geometric_mean(ratios))
+    strategy = Strategy(Layout(), SEQUENCES, SEQUENCES, SEQUENCE, precision=precision)
+    return estimate(ModelShape.from_llama(config), cluster, strategy).step_s
 
 
 def _training_step(config: LlamaConfig, dtype: torch.dtype, device: str) -> Callable[[], object]:
@@ -190,6 +209,7 @@ memory_gib = {max(speed.memory_nbytes, MiB) / GiB:.4g}
 memory_gb_per_s = {speed.memory_bandwidth / GB:.4g}
 units = {speed.units}
 launch_us = {speed.launch_s * 1e6:.4g}
+on_host = {"false" if speed.units > 1 else "true"}
 
 [device.peak_tflops]
 {peaks}

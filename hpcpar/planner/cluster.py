@@ -2,7 +2,7 @@
 
     a100-dgx.toml
     devices_per_node = 8            nodes = 64
-    [device]                        name, memory_gib, memory_gb_per_s, watts, units, launch_us
+    [device]                        name, memory_gib, memory_gb_per_s, watts, units, launch_us, on_host
     [device.peak_tflops]            float32, bfloat16, … of the matrix units
     [device.efficiency]             matrix, memory, attention: achievable shares of the peaks
     [links.node]                    devices of a node: alpha_us, gb_per_s of one device
@@ -57,6 +57,7 @@ class Device:
     memory_bandwidth   bytes/s
     units              multiprocessors: a matrix product's tiles are computed so many at a time; 1 = no waves
     launch_s           from the launch of one kernel to the next, at least
+    on_host            it is the host's own core, which launches, computes and sends one after the other
     watts              of the device with its share of the node
     """
 
@@ -67,6 +68,7 @@ class Device:
     efficiency: Efficiency = field(default_factory=Efficiency)
     units: int = 1
     launch_s: float = 0.0
+    on_host: bool = False
     watts: float = 0.0
 
     def peak(self, precision: str) -> float:
@@ -202,7 +204,7 @@ def machine_names() -> list[str]:
 
 _KEYS = ("name", "source", "devices_per_node", "nodes", "device", "links", "host")
 _DEVICE_KEYS = (
-    *("name", "memory_gib", "memory_gb_per_s", "watts", "units", "launch_us"),
+    *("name", "memory_gib", "memory_gb_per_s", "watts", "units", "launch_us", "on_host"),
     *("peak_tflops", "efficiency"),
 )
 
@@ -227,6 +229,12 @@ class _Reader:
         found = table.get(key, {})
         if not isinstance(found, Mapping):
             raise ConfigError(f"machine file {self._where}: {prefix}{key} = {found!r} must be a table")
+        return found
+
+    def switch(self, table: Mapping[str, Any], key: str, prefix: str) -> bool:
+        found = table.get(key, False)
+        if not isinstance(found, bool):
+            raise ConfigError(f"machine file {self._where}: {prefix}{key} = {found!r} must be true or false")
         return found
 
     def number(
@@ -261,6 +269,7 @@ def _device(read: _Reader, table: Mapping[str, Any]) -> Device:
         ),
         units=int(read.number(table, "units", "device.", default=1)) or 1,
         launch_s=1e-6 * read.number(table, "launch_us", "device.", default=0),
+        on_host=read.switch(table, "on_host", "device."),
         watts=read.number(table, "watts", "device.", default=0),
     )
 

@@ -6,7 +6,7 @@ matrix product   FLOPs / (peak · matrix · K/(K + depth) · fill), at least its
 elementwise      bytes read and written / (memory bandwidth · memory)
 fused attention  FLOPs / (peak · attention)
 launches         number of kernels · launch_s: what the host needs to start them; a layer takes the longer
-                 of this and its kernels' times
+                 of this and its kernels' times, or both where the device is the host
 
 all-reduce       2(n - 1)/n · S β + 2 log₂n · α        ring bandwidth, tree latency
 reduce-scatter, all-gather, all-to-all                 half of that

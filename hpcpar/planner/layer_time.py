@@ -62,9 +62,10 @@ def layer_time(
     launched = (software.kernels + (0 if fused else software.softmax_kernels)) * max(
         device.launch_s, software.launch_s
     )
-    forward["launches"] = max(0.0, launched - sum(forward.values()))
+    hides = 0.0 if device.on_host else 1.0
+    forward["launches"] = max(0.0, launched - hides * sum(forward.values()))
     launched *= software.backward_kernels
-    backward["launches"] = max(0.0, launched - sum(backward.values()) - of_weights)
+    backward["launches"] = max(0.0, launched - hides * (sum(backward.values()) + of_weights))
     times = 2
     if strategy.recompute.mode == "full":
         times = 3
@@ -168,7 +169,8 @@ def _exchanges(
             keys = 2 * max(1, model.kv_heads / layout.tp) * model.head_size * strategy.own_tokens
             nbytes["cp"] = width * keys * (layout.cp - 1)
             seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + (layout.cp - 1) * group.link.alpha_s
-            hidden = 0.0 if strategy.cp_method == "allgather" else core_s
+            hides = strategy.cp_method != "allgather" and not cluster.device.on_host
+            hidden = core_s if hides else 0.0
             exposed["context parallel"] = max(0.0, seconds["cp"] - hidden)
     experts = model.experts_of(layer)
     if experts is not None and layout.ep > 1:

@@ -206,6 +206,7 @@ def _reduction(
     dense, experts = own_parameters(model, strategy, held)
     width = software.gradient_bytes or _itemsize(strategy)
     total = hidden = nbytes = 0.0
+    overlap = 0.0 if cluster.device.on_host else software.overlap
     groups = (
         (dense, layout.dp * layout.cp, layout.tp, strategy.shard_ranks),
         (experts, layout.edp, layout.ep * layout.etp, strategy.expert_shards),
@@ -232,15 +233,15 @@ def _reduction(
             seconds = gradient + (weights if strategy.zero_stage else gradient)
             nbytes += share * (width + (_itemsize(strategy) if strategy.zero_stage else width))
             last_backward = behind_s / m
-            hidden += min(seconds / 2 if strategy.zero_stage else seconds, software.overlap * last_backward)
+            hidden += min(seconds / 2 if strategy.zero_stage else seconds, overlap * last_backward)
         elif strategy.zero_stage == 2 or strategy.keeps_gathered:
             seconds = m * gradient + weights
             nbytes += share * (m * width + _itemsize(strategy))
-            hidden += min(m * gradient, software.overlap * behind_s)
+            hidden += min(m * gradient, overlap * behind_s)
         else:
             seconds = m * (gradient + 2 * weights)
             nbytes += share * m * (width + 2 * _itemsize(strategy))
-            hidden += min(seconds, software.overlap * 3 * behind_s)
+            hidden += min(seconds, overlap * 3 * behind_s)
         total += seconds
     return AxisTraffic("dp", link, nbytes, total, hidden)
 

@@ -175,13 +175,13 @@ def source_in(directory: Path, name: str) -> str:
 )
 def test_the_trainer_takes_what_is_written(name: str, fix: tuple[str, ...], tmp_path: Path) -> None:
     model = source_in(tmp_path, name)
-    words: Any = (model, "--machine", "h100-dgx", "--nodes", 32, "--batch", 512, "--sequence", 2048, *fix)
+    words: Any = (model, "--machine", "h100-dgx", "--nodes", 4, "--batch", 64, "--sequence", 2048, *fix)
     directory = tmp_path / "run"
     found = json.loads(told(*words, "--top", 1, "--json"))["ranked"][0]
     told(*words, "--top", 1, "--write", directory)
     config = read(directory / "train.toml")
     assert config.mesh.model_dump() == {**found["layout"], "dp_shard": -1}
-    assert (config.train.global_batch, config.train.sequence) == (512, 2048)
+    assert (config.train.global_batch, config.train.sequence) == (64, 2048)
     assert config.train.microbatch == found["microbatch"]
     assert config.train.recompute == found["recompute"]
     assert config.optimizer.zero_stage == found["zero_stage"]

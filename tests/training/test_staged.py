@@ -20,7 +20,6 @@ from tests.training.runs import course, deviations, require_same_on_all
 # As Llama 3 405B: the batch grows, then sequences become longer and are shared (cp).
 STAGES = """
 [mesh]
-tp = 2
 pp = 2
 dp = 2
 [[stage]]
@@ -75,7 +74,7 @@ def train_all(configs: tuple[Config, ...], size: int, *, resume: bool = False, a
 
 
 def test_each_stage_is_the_run_that_ends_there_gone_on_from_bit_for_bit(tmp_path: Path) -> None:
-    outcomes = train_all(staged(tmp_path), 8)
+    outcomes = train_all(staged(tmp_path), 4)
     assert [each.steps for each in outcomes[0]] == [2, 5, 7]
     require_same_on_all([each[-1] for each in outcomes])
     for outcome in outcomes[0]:  # each stage's bytes are its own
@@ -84,12 +83,12 @@ def test_each_stage_is_the_run_that_ends_there_gone_on_from_bit_for_bit(tmp_path
     # By hand: three runs, the last two of which resume.
     configs = staged(tmp_path, name="hand")
     for number, config in enumerate(configs):
-        train_all((config,), 8, resume=number > 0)
+        train_all((config,), 4, resume=number > 0)
     assert course(configs[0]) == course(staged(tmp_path)[0])
 
 
 def test_the_stages_of_many_ranks_are_those_of_one(tmp_path: Path) -> None:
-    train_all(staged(tmp_path), 8)
+    train_all(staged(tmp_path, "mesh.tp=2"), 8)
     alone = staged(tmp_path, "mesh.pp=1", "mesh.tp=1", "mesh.dp=1", "mesh.cp=1", name="alone")
     train_all(alone, 1)
     assert course(staged(tmp_path)[0]) == pytest.approx(course(alone[0]), abs=1e-10)
@@ -97,22 +96,22 @@ def test_the_stages_of_many_ranks_are_those_of_one(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_in_its_second_stage_goes_on_there(tmp_path: Path) -> None:
     whole, parts = staged(tmp_path), staged(tmp_path, name="parts")
-    train_all(whole, 8)
-    stopped = train_all(parts, 8, asked_at=2)
+    train_all(whole, 4)
+    stopped = train_all(parts, 4, asked_at=2)
     assert isinstance(stopped[0][-1], Preempted)
     assert stopped[0][-1].steps == 4
-    outcomes = train_all(parts, 8, resume=True)
+    outcomes = train_all(parts, 4, resume=True)
     assert [(each.first_step, each.steps) for each in outcomes[0]] == [(4, 5), (5, 7)]
     assert course(parts[0]) == course(whole[0])
 
 
 def test_behind_a_damaged_checkpoint_the_stage_of_the_one_before_goes_on(tmp_path: Path) -> None:
     whole, parts = staged(tmp_path), staged(tmp_path, name="parts")
-    train_all(whole, 8)
-    train_all(parts[:2], 8)
+    train_all(whole, 4)
+    train_all(parts[:2], 4)
     for piece in (parts[0].output.directory / "checkpoints" / "step-00000005").glob("*.safetensors"):
         piece.write_bytes(piece.read_bytes()[:-1])
-    outcomes = train_all(parts, 8, resume=True)
+    outcomes = train_all(parts, 4, resume=True)
     assert [(each.first_step, each.steps) for each in outcomes[0]] == [(2, 5), (5, 7)]
     assert set(deviations(outcomes[0][0]).values()) == {0}
     assert course(parts[0]) == course(whole[0])
@@ -120,7 +119,7 @@ def test_behind_a_damaged_checkpoint_the_stage_of_the_one_before_goes_on(tmp_pat
 
 def test_a_change_of_layout_keeps_every_bit_of_parameters_and_optimizer_state(tmp_path: Path) -> None:
     configs = staged(tmp_path)
-    train_all(configs[:2], 8)
+    train_all(configs[:2], 4)
 
     def saved_again(comm: Communicator) -> None:
         run = next(runs(configs, comm, resume=True))
@@ -128,7 +127,7 @@ def test_a_change_of_layout_keeps_every_bit_of_parameters_and_optimizer_state(tm
         run.directory.checkpoints = tmp_path / "again" / "checkpoints"
         run.save(5)
 
-    run_loopback(8, saved_again)
+    run_loopback(4, saved_again)
 
     def state_of(name: str) -> dict[str, Any]:
         alone = staged(tmp_path, "mesh.pp=1", "mesh.tp=1", "mesh.dp=1", "mesh.cp=1", name=name)
@@ -147,7 +146,7 @@ def test_a_change_of_layout_keeps_every_bit_of_parameters_and_optimizer_state(tm
 
 def test_stages_share_their_text_without_a_token_twice(tmp_path: Path) -> None:
     configs = staged(tmp_path)
-    train_all(configs, 8)
+    train_all(configs, 4)
     tokens = [(c.train.sequence, c.train.global_batch) for c in configs]
     assert tokens == [(16, 4), (16, 8), (64, 4)]
     _, extra = read_extra(configs[0].output.directory / "checkpoints")
@@ -170,15 +169,15 @@ def test_windows_of_any_sequence_visit_the_same_blocks() -> None:
 
 def test_a_later_stage_that_cannot_work_is_refused_before_the_first(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"^stage 3: .*ep=3"):
-        train_all(staged(tmp_path, "stage.3.mesh.ep=3"), 8)
+        train_all(staged(tmp_path, "stage.3.mesh.ep=3"), 4)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_stage_of_another_number_of_ranks_is_for_another_job(tmp_path: Path) -> None:
     whole, parts = staged(tmp_path), staged(tmp_path, "stage.1.mesh.dp=1", name="parts")
-    train_all(whole, 8)
-    assert [each.steps for each in train_all(parts, 4)[0]] == [2]
-    assert [each.steps for each in train_all(parts, 8, resume=True)[0]] == [5, 7]
+    train_all(whole, 4)
+    assert [each.steps for each in train_all(parts, 2)[0]] == [2]
+    assert [each.steps for each in train_all(parts, 4, resume=True)[0]] == [5, 7]
     assert course(parts[0]) == pytest.approx(course(whole[0]), abs=1e-10)
 
 
