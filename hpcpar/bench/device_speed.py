@@ -106,12 +106,12 @@ def _in_training(speed: DeviceSpeed, device: str) -> DeviceSpeed:
     Of two models: measured = kernels / share + launches · launch_s, as the planner counts both.
     """
     precision = "float32" if device == "cpu" else "bfloat16"
-    found = replace(speed, launch_s=0.0) if device == "cpu" else speed
+    bare = replace(speed, launch_s=0.0) if device == "cpu" else speed
     measured, kernels, launches = [], [], []
     for preset in MODELS:
         config = LlamaConfig.preset(preset)
         measured.append(_seconds(_training_step(config, getattr(torch, precision), device), device))
-        kernels.append(_predicted_s(config, precision, found))
+        kernels.append(_predicted_s(config, precision, bare))
         launches.append(_predicted_s(config, precision, replace(speed, launch_s=1.0)) - kernels[-1])
     if device == "cpu":
         # Cramer's rule for 1 / share and launch_s.
@@ -121,7 +121,7 @@ def _in_training(speed: DeviceSpeed, device: str) -> DeviceSpeed:
         if slowdown >= 1 and launch_s > 0:
             return replace(speed, reached=1 / slowdown, launch_s=launch_s)
     ratios = [predicted / seconds for predicted, seconds in zip(kernels, measured, strict=True)]
-    return replace(found, reached=min(1.0, statistics.geometric_mean(ratios)))
+    return replace(speed, reached=min(1.0, statistics.geometric_mean(ratios)))
 
 
 def _predicted_s(config: LlamaConfig, precision: str, speed: DeviceSpeed) -> float:

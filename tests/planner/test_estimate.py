@@ -109,3 +109,17 @@ def test_experts_are_sharded_over_their_copies_in_a_set() -> None:
     assert strategy.expert_shards == 1
     assert replace(strategy, layout=Layout(dp=8, ep=2, dp_shard=4)).expert_shards == 2
     assert replace(strategy, layout=Layout(dp=8, ep=2)).expert_shards == 4
+
+
+def test_on_the_host_launches_add_to_the_kernels_and_no_communication_hides() -> None:
+    cluster = Cluster.named("h100-dgx").with_nodes(1)
+    on_host = replace(cluster, device=replace(cluster.device, on_host=True, launch_s=1e-3))
+    strategy = Strategy(Layout(dp=8), 64, 8, 1024)
+    model = ModelShape.named("llama3-8b")
+    queued, alone = (estimate(model, each, strategy) for each in (cluster, on_host))
+    assert queued.parts()["launches"] == 0  # of large products
+    # 20 of a layer's forward, as many of its backward.
+    assert alone.parts()["launches"] == pytest.approx(2 * 20 * model.layers * 1e-3)
+    (of_dp,) = alone.traffic
+    assert of_dp.hidden_s == 0 < queued.traffic[0].hidden_s
+    assert alone.parts()["data parallel"] == pytest.approx(of_dp.seconds)
