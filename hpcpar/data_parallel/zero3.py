@@ -29,6 +29,7 @@ from hpcpar.data_parallel.bucket_shards import pieces_between
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
 from hpcpar.data_parallel.guards import refuse_unshareable
 from hpcpar.data_parallel.initial_values import InitialValues, Values
+from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
 from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.replica_comms import ReplicaComms
@@ -408,11 +409,12 @@ def summon_full_parameters(model: nn.Module, *, write_back: bool = True) -> Iter
                  not); in master weights, too, from the next step on. False: forget it, so that averages may
                  stand in for an evaluation; and do without a look at all values when leaving
 
-    A copy.deepcopy of the model, made here, is an ordinary one that stays whole. A model that is not sharded
-    is left as it is.
+    A copy.deepcopy of the model, made here, is an ordinary one that stays whole. Of a model that is not
+    sharded, new parameters that are still under way (overlap_allgather) are awaited.
     """
     sharding = sharding_in(model)
     if sharding is None:
+        wait_for_new(model.parameters())
         yield
         return
     with sharding.summoned(write_back=write_back):

@@ -156,11 +156,23 @@ class Holding(nn.Module):
         return (inputs * self.scales[0] + self.more[0]["shift"]) * self.rest.factor
 
 
+class Summoned(nn.Linear):
+    """Its parameters are read from outside, as by whoever saves or averages them; no hook of a call waits."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        with summon_full_parameters(self):
+            return nn.functional.linear(inputs, self.weight, self.bias)
+
+
 READING: dict[str, Callable[[], nn.Module]] = {
     "containers": Holding,
     "pruned": lambda: prune.random_unstructured(nn.Linear(3, 3), "weight", 1),  # type: ignore[no-untyped-call]
     "weight norm by a hook": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "summoned": lambda: Summoned(),
 }
 
 
