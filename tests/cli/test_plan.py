@@ -175,7 +175,8 @@ def source_in(directory: Path, name: str) -> str:
 )
 def test_the_trainer_takes_what_is_written(name: str, fix: tuple[str, ...], tmp_path: Path) -> None:
     model = source_in(tmp_path, name)
-    words: Any = (model, "--machine", "h100-dgx", "--nodes", 4, "--batch", 64, "--sequence", 2048, *fix)
+    nodes = 16 if "405b" in name else 4
+    words: Any = (model, "--machine", "h100-dgx", "--nodes", nodes, "--batch", 64, "--sequence", 2048, *fix)
     directory = tmp_path / "run"
     found = json.loads(told(*words, "--top", 1, "--json"))["ranked"][0]
     told(*words, "--top", 1, "--write", directory)

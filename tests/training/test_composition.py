@@ -168,8 +168,13 @@ def test_in_16_bits_a_drawn_layout_has_the_course_of_one_process_and_half_the_by
     together = config_of(*MODEL, *drawn.options, *told)
     run_loopback(1, lambda comm: Run(alone, comm).train())
     outcome = run_loopback(drawn.ranks, lambda comm: Run(together, comm).train())[0]
-    # A gradient twice as large would show in the norms, and in the losses, as SGD steps by it.
-    assert course(together) == pytest.approx(course(alone), rel=0.02)
+    # A gradient twice as large would show in the norms. A step of float16 that overflows has none; it depends
+    # on the ranks, each of which scales its part.
+    pairs = [pair for pair in zip(course(together), course(alone), strict=True) if None not in pair]
+    assert len(pairs) >= 6
+    assert [found for found, _ in pairs] == pytest.approx([expected for _, expected in pairs], rel=0.02)
     assert isinstance(outcome, Outcome)
-    assert set(deviations(outcome).values()) <= {0}
+    beyond = set(deviations(outcome).values())
+    # A step of float16 that is left out gathers no new parameters.
+    assert beyond <= {0} if precision == "bfloat16" else max(beyond) <= 0
     assert outcome.memory.worst.unexplained_nbytes == 0
