@@ -145,16 +145,6 @@ def test_another_draw_trains_the_model_of_one_process_and_sends_what_theory_says
     require_right(config_of, of_serial, more()[number])
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("drawn", LAYOUTS[::8], ids=str)
-def test_over_mpi_a_drawn_layout_trains_the_model_of_one_process(
-    world: Communicator, config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn
-) -> None:
-    config = world.broadcast_object(config_of(*MODEL, *drawn.options))
-    require_serial(config, world, of_serial(of_model(drawn.options)))
-
-
 # --- 16 bits --------------------------------------------------------------------------------------------
 
 
