@@ -133,7 +133,7 @@ class Watch:
 
     def _warn(self, operation: Waited, missing: tuple[int, ...], waited_s: float) -> None:
         """Log which ranks a wait is for, and where these are."""
-        told = "; ".join(self._where(rank) for rank in missing[:WARNED_OF])
+        told = "; ".join(self._whereabouts(rank) for rank in missing[:WARNED_OF])
         more = f"; and {len(missing) - WARNED_OF} more" if len(missing) > WARNED_OF else ""
         log.warning(
             f"rank {self._rank} has waited {format_duration(waited_s)} in {operation.name}, "
@@ -141,8 +141,8 @@ class Watch:
             f"timeout_s={self.timeout_s:g}"
         )
 
-    def _where(self, rank: int) -> str:
-        """Where a rank is, in words, with its host and the line of its program if it can be found out."""
+    def _whereabouts(self, rank: int) -> str:
+        """Describe what a rank does, on which host, and at which line of its program if that can be found."""
         answer = self._ask(rank)
         found = locate(self.places[rank]) if answer is None and self.places else None
         at = found if answer is None else answer.get("at")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
+from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
 from hpcpar.data_parallel.guards import refuse_unshareable
 from hpcpar.data_parallel.initial_values import InitialValues, Values
@@ -111,12 +112,13 @@ class FullyShardedState:
             layouts=self.layouts,
             replicated=False,
         )
+        unit_of = {group.block.bucket: unit for unit, group in trainable}
         self._schedules = [
             UnshardSchedule(
                 of_stage,
                 self.dp_comm,
                 self.gradients,
-                {group.block.bucket: unit for unit, group in trainable if unit in of_stage},
+                {bucket: unit for bucket, unit in unit_of.items() if unit in of_stage},
                 prefetch=prefetch,
                 is_node_shared=node_shared is not None,
                 is_stage=is_pipelined,
@@ -124,14 +126,18 @@ class FullyShardedState:
             )
             for of_stage in stages
         ]
-        schedule_of = {unit: each for each in self._schedules for unit in each.units}
-        of_bucket = {group.block.bucket: schedule_of[unit] for unit, group in trainable}
-        self.gradients.on_bucket_done = lambda bucket: of_bucket[bucket].on_bucket_done(bucket)
+        self._call_when_done(unit_of)
         self._in_place = ExitStack()
         self._in_place.enter_context(adding_in_place([of_stage[0].module for of_stage in stages]))
         for unit in units:
             for parameter in unit.parameters:
                 note(parameter, unit_name=unit.name, sharding=weakref.ref(self))
+
+    def _call_when_done(self, unit_of: Mapping[Bucket, FsdpUnit]) -> None:
+        """Let each bucket tell the schedule of its unit that its gradients have been taken."""
+        schedule_of = {unit: schedule for schedule in self._schedules for unit in schedule.units}
+        of_bucket = {bucket: schedule_of[unit] for bucket, unit in unit_of.items()}
+        self.gradients.on_bucket_done = lambda bucket: of_bucket[bucket].on_bucket_done(bucket)
 
     def __deepcopy__(self, memo: Any) -> None:
         """Return None: a copy of the model is not sharded."""
@@ -351,16 +357,9 @@ def fully_shard(
     errors   OperationError for a model that is sharded already, a layer with max_norm, or a policy that makes
              no sense; MismatchError on every rank when models differ
     """
-    if prefetch < 0:
-        raise OperationError(f"prefetch={prefetch}; give 0 or more units")
-    if any(info_of(parameter).sharding is not None for parameter in model.parameters()):
-        raise OperationError("the model is fully sharded already")
-    refuse_scripted(model, "take zero_stage=2 without model=")
-    refuse_renormalized(model)
+    _require_shardable(model, prefetch, reshard)
     warn_of_local_batches(model, dp_comm)
     precision = Precision.of(precision)
-    if reshard not in ("unit", "step"):
-        raise OperationError(f'reshard={reshard!r}; give "unit" or "step"')
     planned = plan_stages(model, policy, stages)
     plans = [plan for of_stage in planned for plan in of_stage]
     comms = ReplicaComms(dp_comm, model.parameters(), shard_ranks)
@@ -399,6 +398,17 @@ def fully_shard(
     model.__dict__["_hpcpar_sharding"] = sharding
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     return model
+
+
+def _require_shardable(model: nn.Module, prefetch: int, reshard: str) -> None:
+    if prefetch < 0:
+        raise OperationError(f"prefetch={prefetch}; give 0 or more units")
+    if reshard not in ("unit", "step"):
+        raise OperationError(f'reshard={reshard!r}; give "unit" or "step"')
+    if any(info_of(parameter).sharding is not None for parameter in model.parameters()):
+        raise OperationError("the model is fully sharded already")
+    refuse_scripted(model, "take zero_stage=2 without model=")
+    refuse_renormalized(model)
 
 
 @contextmanager

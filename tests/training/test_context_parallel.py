@@ -53,23 +53,10 @@ def of_model(options: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, ("mesh.cp=2",)),
         (4, ("mesh.cp=4", "context_parallel.method=ring", "train.sequence=23")),
         (4, ("mesh.cp=2", "optimizer.zero_stage=1", "context_parallel.method=ulysses")),
-        (
-            4,
-            (
-                "mesh.cp=2",
-                "optimizer.zero_stage=2",
-                "context_parallel.method=allgather",
-                "train.microbatch=1",
-            ),
-        ),
-        (4, ("mesh.cp=2", "optimizer.zero_stage=3", "train.recompute=full", "model.tie_embeddings=true")),
         (4, ("mesh.cp=2", "mesh.tp=2", "context_parallel.keep=true", "train.recompute=selective")),
-        (4, ("mesh.cp=2", "mesh.tp=2", SEQUENCE, "optimizer.zero_stage=3", "optimizer.name=sgd")),
         (4, ("mesh.cp=4", "context_parallel.method=ulysses+ring", "context_parallel.inner=2")),
-        (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1")),
         # Some dp ranks have fewer sequences than others.
         (6, ("mesh.cp=2", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
         (2, ("mesh.cp=2", PACKED, SHORT)),
