@@ -14,7 +14,7 @@ cluster       a machine: devices, links, hosts; machines/ has descriptions
 strategy      what a run decides: layout, batch, sharding, schedule, recomputation
 software      what the program that runs it does
 kernels       seconds of a matrix product, an elementwise pass, a collective
-layer_time, pipeline_time, step_time   seconds of a layer, a pipeline, a step by part
+layer_time, pipeline_time, optimizer_time, step_time   seconds of each, and of a step by part
 stages, stage_memory   layers of each stage, and its memory by purpose
 estimate      all of it for one model, machine and strategy
 """

@@ -23,6 +23,9 @@ PARAMETERS, GRADIENTS, OPTIMIZER = STATE = ("parameters", "gradients", "optimize
 SHARDED_FROM = {PARAMETERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
 """First stage in which a rank holds only its shard of a part."""
 
+MOMENTS = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1)}
+"""Moments for each parameter by optimizer: of the layers' matrices, and of all others."""
+
 BUILDING = "building the model"
 """Parameters in the type in which they are initialized, before they are rounded and sharded."""
 

@@ -269,7 +269,7 @@ class ModelShape:
         for layer, _ in self.layer_kinds:
             products = (*self.attention_products, *self.feed_forward_products(layer))
             experts = sum(each.weights for each in products if each.copies > 1)
-            whole, divided = self._norm_parameters, 0
+            whole, divided = self.norm_parameters, 0
             for each in products:
                 if each.copies > 1:
                     continue
@@ -280,7 +280,8 @@ class ModelShape:
         return found
 
     @property
-    def _norm_parameters(self) -> int:
+    def norm_parameters(self) -> int:
+        """Parameters of a layer's norms, which each tp rank has whole."""
         own = 2 * self.hidden_size * (2 if self.layer_norm else 1)
         if self.latent is not None:
             own += self.latent.query_rank + self.latent.key_value_rank

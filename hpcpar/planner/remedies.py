@@ -27,7 +27,14 @@ def fewest_nodes(request: PlanRequest, *, most: int = MOST_NODES) -> int | None:
     Begins where the whole model state, spread over all devices, fits: fewer can never do.
     """
     device = request.cluster.device.memory_nbytes * request.cluster.devices_per_node
-    widths = state_widths(request.precision, request.software)
+    # At least: the layers' matrices have no more optimizer state than the others.
+    widths = min(
+        (
+            state_widths(request.precision, request.software, each)[0]
+            for each in request.only("optimizer", "adamw")
+        ),
+        key=lambda widths: widths.optimizer,
+    )
     if set(request.fixed.get("offload", ())) - {None}:
         widths = replace(widths, optimizer=0)
     state = sum(model_state_nbytes(request.model.parameters(), widths, stage=0, ranks=1).values())

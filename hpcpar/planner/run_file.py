@@ -35,6 +35,7 @@ OF_TRAINER = {
     "stages_per_rank": ("pipeline", "stages_per_rank"),
     "sequence_parallel": ("tensor_parallel", "sequence_parallel"),
     "cp_method": ("context_parallel", "method"),
+    "optimizer": ("optimizer", "name"),
     "offload": ("optimizer", "offload"),
     "reshard": ("optimizer", "reshard"),
     **{axis: ("mesh", axis) for axis in DEGREES},
@@ -136,7 +137,7 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
     tables: dict[str, dict[str, Any]] = {
         "model": _model_table(estimate.model, run),
         "train": train,
-        "optimizer": {"zero_stage": strategy.zero_stage},
+        "optimizer": {"name": strategy.optimizer, "zero_stage": strategy.zero_stage},
         "mesh": layout.degrees,
         "output": {"directory": f"runs/{estimate.model.name}"},
     }

@@ -26,13 +26,13 @@ from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.layer_time import PASSES, layer_time
 from hpcpar.planner.layout import Layout
-from hpcpar.planner.memory import OPTIMIZER
+from hpcpar.planner.memory import MOMENTS, OPTIMIZER
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import SIMULATED
 from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_refusal
 from hpcpar.planner.shapes import RECOMPUTE_MODES, Recompute
 from hpcpar.planner.software import HPCPAR, Software
-from hpcpar.planner.stage_memory import StageMemory, memory_of_stages, state_nbytes
+from hpcpar.planner.stage_memory import OwnParameters, StageMemory, memory_of_stages, state_nbytes
 from hpcpar.planner.step_time import PassesTime, passes_time, step_time
 from hpcpar.planner.strategy import ContextMethod, Strategy
 from hpcpar.units import GiB
@@ -49,7 +49,7 @@ STAGES_PER_RANK = (2, 4, 8)
 DEGREE_KEYS = ("pp", "dp", "cp", "tp", "ep", "etp")
 OPTION_KEYS = (
     *("microbatch", "zero_stage", "schedule", "stages_per_rank", "recompute", "sequence_parallel"),
-    *("cp_method", "offload", "dp_shard", "reshard"),
+    *("cp_method", "optimizer", "offload", "dp_shard", "reshard"),
 )
 COUNTS = (*DEGREE_KEYS, "microbatch", "stages_per_rank", "dp_shard")
 CHOICES: Mapping[str, tuple[Any, ...]] = {
@@ -58,12 +58,13 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTE_MODES,
     "sequence_parallel": (False, True),
     "cp_method": get_args(ContextMethod),
+    "optimizer": tuple(MOMENTS),
     "reshard": ("unit", "step"),
 }
 """Values of the keys that have a few."""
 
 FIXABLE = (*DEGREE_KEYS, *OPTION_KEYS)
-"""What a request may fix; all but cp_method, offload, dp_shard and reshard are searched otherwise."""
+"""What a request may fix. Searched otherwise, but for cp_method, optimizer, offload, dp_shard and reshard."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +319,19 @@ def _with_zero(
         if stage and layout.dp * layout.cp == layout.edp == 1 and "zero_stage" not in request.fixed:
             continue
         for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
-            for place in request.only("offload", None):
-                for reshard in request.only("reshard", "unit") if stage == 3 else ("unit",):
-                    yield replace(first, zero_stage=stage, cp_method=method, offload=place, reshard=reshard)
+            for optimizer, place, reshard in itertools.product(
+                request.only("optimizer", "adamw"),
+                request.only("offload", None),
+                request.only("reshard", "unit") if stage == 3 else ("unit",),
+            ):
+                yield replace(
+                    first,
+                    zero_stage=stage,
+                    cp_method=method,
+                    optimizer=optimizer,
+                    offload=place,
+                    reshard=reshard,
+                )
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -366,7 +377,8 @@ def _state_exceeds(request: PlanRequest, strategy: Strategy) -> bool:
     experts = sum(count * model.layer_parameters(layer)[1] for layer, count in model.layer_kinds)
     dense = (model.parameters() - experts) // (layout.tp * layout.pp)
     experts //= layout.ep * layout.etp * layout.pp
-    state = state_nbytes(dense, experts, strategy, request.software)
+    # At least: the layers' matrices have no more optimizer state than the others.
+    state = state_nbytes(OwnParameters(dense, experts, 0), strategy, request.software)
     if strategy.offload is not None:
         del state[OPTIMIZER]
     return sum(state.values()) > request.cluster.device.memory_nbytes
@@ -462,7 +474,7 @@ class _Memory:
         ):
             key = (
                 *(some.layout, *pipeline, some.recompute.mode),
-                *(strategy.cp_method, strategy.offload, strategy.reshard),
+                *(strategy.cp_method, strategy.optimizer, strategy.offload, strategy.reshard),
             )
             stage = strategy.zero_stage
             if strategy.microbatch >= self._lacking.get((*key, stage), strategy.microbatch + 1):

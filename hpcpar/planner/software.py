@@ -32,7 +32,7 @@ class Software:
     scatters_messages each tp rank sends its part of a message, which is gathered inside the node
     step_s            of the optimizer's launches and of what the host does once a step
     gradient_bytes    of one gradient in memory and on the links
-    optimizer_bytes   of optimizer state for each parameter, masters included
+    moment_dtype      type of the optimizer's moments; None = as the master weights
     float32_parameters   parameters are kept in float32 and rounded when they are gathered
     gathered_in_pipeline   with pp, ZeRO-3 gathers and reduces once a step: parameters stay gathered and
                       gradients whole until the last microbatch
@@ -59,7 +59,7 @@ class Software:
     scatters_messages: bool = False
     step_s: float = 0.0
     gradient_bytes: int | None = None
-    optimizer_bytes: int = 12
+    moment_dtype: str | None = None
     float32_parameters: bool = False
     gathered_in_pipeline: bool = False
     logit_bytes: int = 8
@@ -101,7 +101,6 @@ SOFTWARE = {
             selective="product",
             kernels=18,
             gradient_bytes=4,
-            optimizer_bytes=8,
             float32_parameters=True,
             gathered_in_pipeline=True,
             logit_bytes=14,

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.memory import GRADIENTS, OPTIMIZER, StateWidths, model_state_nbytes
+from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, RecomputeMode
 from hpcpar.planner.software import Software
@@ -55,7 +56,7 @@ def memory_of_stages(
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
         held = tuple(stages[number] for number in numbers)
         if held not in kinds:
-            state = state_nbytes(*own_parameters(model, strategy, held), strategy, software)
+            state = state_nbytes(own_parameters(model, strategy, held), strategy, software)
             chunks = _activations(model, strategy, held, of_layers)
             kinds[held] = state, chunks, _working(model, strategy, software, held, of_layers)
         state, chunks, working = kinds[held]
@@ -67,47 +68,64 @@ def memory_of_stages(
     return tuple(found)
 
 
-def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> tuple[int, int]:
-    """Return the parameters of one rank with these stages: outside experts, and of experts. Before ZeRO."""
+class OwnParameters(NamedTuple):
+    """Parameters of one rank before ZeRO: of its layers' matrices outside experts, of experts, all others."""
+
+    matrices: int
+    experts: int
+    others: int
+
+    @property
+    def dense(self) -> int:
+        """All outside experts."""
+        return self.matrices + self.others
+
+
+def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> OwnParameters:
+    """Return the parameters of one rank with these stages."""
     layout = strategy.layout
-    dense = experts = 0
+    matrices = experts = others = 0
     for layer, _ in model.layer_kinds:
         own, of_experts = model.layer_parameters(layer, layout.tp)
         count = sum(stage.count(layer, model) for stage in held)
-        dense += count * own
+        matrices += count * (own - model.norm_parameters)
         experts += count * of_experts
+        others += count * model.norm_parameters
     for stage in held:
-        dense += model.embedding_parameters // layout.tp if stage.embeds else 0
+        others += model.embedding_parameters // layout.tp if stage.embeds else 0
         if stage.heads:
             # A tied projection on another stage than the embedding is a second copy of it.
             tied = model.tie_embeddings and not stage.embeds
             head = model.vocab_size * model.hidden_size if tied else model.head_parameters
-            dense += head // layout.tp + model.final_norm_parameters
-    return dense, experts // (layout.ep * layout.etp)
+            others += head // layout.tp + model.final_norm_parameters
+    return OwnParameters(matrices, experts // (layout.ep * layout.etp), others)
 
 
-def state_nbytes(dense: int, experts: int, strategy: Strategy, software: Software) -> dict[str, int]:
+def state_nbytes(own: OwnParameters, strategy: Strategy, software: Software) -> dict[str, int]:
     """Return the bytes of model state by purpose, of a rank with so many parameters before ZeRO."""
-    widths = state_widths(strategy.precision, software)
-    stage = strategy.zero_stage
-    state = Counter(model_state_nbytes(dense, widths, stage=stage, ranks=strategy.shard_ranks))
+    of_matrices, of_others = state_widths(strategy.precision, software, strategy.optimizer)
+    stage, state = strategy.zero_stage, Counter[str]()
+    for parameters, widths in ((own.matrices, of_matrices), (own.others, of_others)):
+        state.update(model_state_nbytes(parameters, widths, stage=stage, ranks=strategy.shard_ranks))
     if stays_gathered(strategy, software):
-        state[GRADIENTS] = dense * widths.gradients
-        state[WORKING] = dense * ITEMSIZE["bfloat16"]
+        state[GRADIENTS] = own.dense * of_others.gradients
+        state[WORKING] = own.dense * ITEMSIZE["bfloat16"]
     elif strategy.keeps_gathered:
-        state[WORKING] = (dense + experts) * _gathered_width(strategy)
-    state.update(model_state_nbytes(experts, widths, stage=stage, ranks=strategy.expert_shards))
+        state[WORKING] = (own.dense + own.experts) * _gathered_width(strategy)
+    state.update(model_state_nbytes(own.experts, of_matrices, stage=stage, ranks=strategy.expert_shards))
     return dict(state)
 
 
-def state_widths(precision: str, software: Software) -> StateWidths:
-    """Return the bytes of one parameter's value, gradient and optimizer state."""
-    widths = StateWidths.of(_storage(precision, software), moments=2)
+def state_widths(precision: str, software: Software, optimizer: str) -> tuple[StateWidths, StateWidths]:
+    """Return the bytes of a value, gradient and optimizer state: of the layers' matrices, of all others."""
+    of_matrices, of_others = (
+        StateWidths.of(_storage(precision, software), moments=moments, moment_dtype=software.moment_dtype)
+        for moments in MOMENTS[optimizer]
+    )
     if software.gradient_bytes is not None:
-        widths = replace(widths, gradients=software.gradient_bytes)
-    if widths.optimizer != software.optimizer_bytes and widths.parameters < 4:
-        widths = replace(widths, optimizer=software.optimizer_bytes)
-    return widths
+        of_matrices = replace(of_matrices, gradients=software.gradient_bytes)
+        of_others = replace(of_others, gradients=software.gradient_bytes)
+    return of_matrices, of_others
 
 
 def stays_gathered(strategy: Strategy, software: Software) -> bool:

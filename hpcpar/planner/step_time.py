@@ -15,15 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.kernels import (
-    Group,
-    allreduce_s,
-    elementwise_s,
-    half_allreduce_s,
-    send_s,
-)
+from hpcpar.planner.kernels import Group, allreduce_s, elementwise_s, half_allreduce_s, send_s
 from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, products_s
 from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.optimizer_time import optimizer_s
 from hpcpar.planner.pipeline_time import span_s
 from hpcpar.planner.software import Software
 from hpcpar.planner.stage_memory import own_parameters, stays_gathered
@@ -98,7 +93,7 @@ def step_time(
     parts = dict(passes.parts)
     reduced = _reduction(model, cluster, strategy, software, passes.held, passes.weight_s)
     parts["data parallel"] += reduced.seconds - reduced.hidden_s
-    parts["optimizer"] = software.step_s + _optimizer_s(model, cluster, strategy, software, passes.held)
+    parts["optimizer"] = optimizer_s(model, cluster, strategy, software, passes.held)
     traffic = _traffic(model, cluster, strategy, passes.of_layers, passes.held, reduced, software)
     return StepTime({part: parts[part] for part in PARTS}), traffic
 
@@ -203,13 +198,13 @@ def _reduction(
 ) -> AxisTraffic:
     """Return the traffic of gradients and of sharded parameters."""
     layout, m = strategy.layout, strategy.microbatches
-    dense, experts = own_parameters(model, strategy, held)
+    own = own_parameters(model, strategy, held)
     width = software.gradient_bytes or _itemsize(strategy)
     total = hidden = nbytes = 0.0
     overlap = 0.0 if cluster.device.on_host else software.overlap
     groups = (
-        (dense, layout.dp * layout.cp, layout.tp, strategy.shard_ranks),
-        (experts, layout.edp, layout.ep * layout.etp, strategy.expert_shards),
+        (own.dense, layout.dp * layout.cp, layout.tp, strategy.shard_ranks),
+        (own.experts, layout.edp, layout.ep * layout.etp, strategy.expert_shards),
     )
     link = cluster.node.name
     for parameters, copies, stride, shards in groups:
@@ -244,21 +239,6 @@ def _reduction(
             hidden += min(seconds, overlap * 3 * behind_s)
         total += seconds
     return AxisTraffic("dp", link, nbytes, total, hidden)
-
-
-def _optimizer_s(
-    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, held: list[Stage]
-) -> float:
-    """Return the seconds of the update: it reads and writes the state once, from the host if offloaded."""
-    dense, experts = own_parameters(model, strategy, held)
-    own = dense / strategy.shard_ranks + experts / strategy.expert_shards
-    nbytes = own * (2 * software.optimizer_bytes + 3 * (software.gradient_bytes or 2) + 2)
-    if strategy.offload is None:
-        return elementwise_s(cluster.device, nbytes)
-    bandwidth = cluster.host_bandwidth if strategy.offload == "cpu" else cluster.disk_bandwidth
-    if strategy.offload != "cpu":
-        bandwidth /= cluster.devices_per_node
-    return nbytes / bandwidth if bandwidth else float("inf")
 
 
 def _traffic(

@@ -8,12 +8,15 @@ from typing import Literal, get_args
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.pipeline_schedules.schedule_registry import METHODS, find
 from hpcpar.planner.layout import Layout
+from hpcpar.planner.memory import MOMENTS
 from hpcpar.planner.shapes import Recompute
 
 NO_RECOMPUTE = Recompute()
 
 ContextMethod = Literal["exchange", "ring", "allgather", "ulysses", "ulysses+exchange", "ulysses+ring"]
 """How the ranks of cp exchange keys, values or heads; as `hpcpar.ContextParallel`."""
+
+Optimizer = Literal["adamw", "muon", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Strategy:
     precision          type of parameters and activations; 16-bit and 8-bit types have float32 masters
     sequence_parallel  between the parallel layers each tp rank has its part of the sequence
     cp_method          exchange of the cp axis
+    optimizer          "adamw"; "muon" on the layers' matrices and AdamW on the rest; or "sgd", with momentum
     offload            of the optimizer state: "cpu", a directory, or None
     layers_of_stages   how many each stage of the pipeline has; None = as even as can be
     errors             LayoutError and ConfigError for batches and stages that do not divide
@@ -49,6 +53,7 @@ class Strategy:
     precision: str = "bfloat16"
     sequence_parallel: bool = False
     cp_method: ContextMethod = "exchange"
+    optimizer: Optimizer = "adamw"
     offload: str | None = None
     reshard: Literal["unit", "step"] = "unit"
     layers_of_stages: tuple[int, ...] | None = None
@@ -60,6 +65,8 @@ class Strategy:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"zero_stage={self.zero_stage!r}; there are 0, 1, 2, 3")
+        if self.optimizer not in MOMENTS:
+            raise ConfigError(f"optimizer={self.optimizer!r}; there are {', '.join(MOMENTS)}")
         if self.cp_method not in get_args(ContextMethod):
             raise ConfigError(f"cp_method={self.cp_method!r}; there are {', '.join(get_args(ContextMethod))}")
         once = self.layout.dp * self.microbatch
@@ -140,6 +147,8 @@ class Strategy:
             parts.append("sequence parallel")
         if self.recompute.mode != "none":
             parts.append(f"recompute {self.recompute.mode}")
+        if self.optimizer != "adamw":
+            parts.append(self.optimizer)
         if self.offload:
             parts.append(f"offload to {self.offload}")
         return ", ".join(parts)

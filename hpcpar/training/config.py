@@ -31,6 +31,7 @@ from hpcpar.context_parallel import Method
 from hpcpar.errors import ConfigError
 from hpcpar.models import LlamaConfig
 from hpcpar.planner.experts import BalanceOver, Drop, Score
+from hpcpar.planner.memory import MOMENTS
 from hpcpar.planner.shapes import QueryKeyNorm
 from hpcpar.training.usual_names import OF_OTHERS
 
@@ -274,8 +275,7 @@ class OptimizerSection(Section):
     @property
     def moment_counts(self) -> tuple[int, int]:
         """Moments per parameter of the layers' matrices, and of all others."""
-        counts = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1) if self.momentum else (0, 0)}
-        return counts[self.name]
+        return MOMENTS[self.name] if self.name != "sgd" or self.momentum else (0, 0)
 
     def rate_of(self, optimizer: str) -> float:
         """Return the highest learning rate of what an optimizer of this class steps on."""

@@ -17,7 +17,6 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +134,7 @@ def strategy_of(config: Config) -> Strategy:
         precision=train.precision,
         sequence_parallel=config.tensor_parallel.sequence_parallel,
         cp_method=config.context_parallel.method,
+        optimizer=config.optimizer.name,
         offload=config.optimizer.offload,
         reshard=config.optimizer.reshard,
         layers_of_stages=None if isinstance(balance := config.pipeline.balance, str) else tuple(balance),
@@ -142,15 +142,9 @@ def strategy_of(config: Config) -> Strategy:
 
 
 def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
-    """Return the planner's estimate of a step, with the configured optimizer's widths."""
-    matrices, others = (state_widths(config, moments) for moments in config.optimizer.moment_counts)
-    average = matrices.optimizer
-    if matrices != others:
-        # The planner knows one width: that of the whole model's average parameter, rounded up.
-        sizes = config.model_config_for(shape.vocab_size)
-        share = Fraction(sizes.layer_matrix_parameters(), sizes.parameters())
-        average = math.ceil(share * matrices.optimizer + (1 - share) * others.optimizer)
-    software = replace(HPCPAR, optimizer_bytes=average, gradient_bytes=matrices.gradients)
+    """Return the planner's estimate of a step, with the configured types of gradients and moments."""
+    gradients = state_widths(config, moments=0).gradients
+    software = replace(HPCPAR, moment_dtype=config.optimizer.moments, gradient_bytes=gradients)
     return estimate(shape, cluster, strategy_of(config), software)
 
 

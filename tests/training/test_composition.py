@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.zero3 import summon_full_parameters
@@ -185,3 +186,30 @@ def test_in_16_bits_a_drawn_layout_has_the_course_of_one_process_and_half_the_by
     # A step of float16 that is left out gathers no new parameters.
     assert beyond <= {0} if precision == "bfloat16" else max(beyond) <= 0
     assert outcome.memory.worst.unexplained_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "drawn", [*HALVES, *(each for each in LAYOUTS if "ZeRO-3" in str(each))][::2], ids=str
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(config_of: MakeConfig, drawn: Drawn) -> None:
+    config = config_of(*MODEL, *drawn.options, "train.precision=float16", "optimizer.name=sgd")
+
+    def whole(run: Run) -> list[Tensor]:
+        run.optimizer.wait_for_parameters()
+        with summon_full_parameters(run.model, write_back=False):
+            return [parameter.detach().clone() for parameter in run.model.parameters()]
+
+    def work(comm: Communicator) -> tuple[int, bool]:
+        run = Run(config, comm)
+        before = whole(run)
+        if comm.rank == 0:  # its own rows of the embedding, where there are several
+
+            def overflow(module: nn.Module, args: Any, output: Tensor) -> None:
+                output.register_hook(lambda gradient: gradient * torch.inf)
+
+            (embedding,) = (each for name, each in run.model.named_modules() if name.endswith("embed_tokens"))
+            embedding.register_forward_hook(overflow)
+        run.train_steps(0, 1)
+        return run.optimizer.scaler.skipped, all(map(torch.equal, before, whole(run)))
+
+    assert run_loopback(drawn.ranks, work) == [(1, True)] * drawn.ranks

@@ -18,9 +18,7 @@ from tests.training.runs import (
     OfOneProcess,
     course,
     deviations,
-    half_of,
     refused,
-    require_resumed,
     require_resumed_bit_for_bit,
     require_serial,
     trained,
@@ -110,29 +108,6 @@ def test_ranks_of_a_sequence_read_the_same_samples_and_others_the_next(config_of
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, ("mesh.cp=2",)), (1, ())),
-        ((2, ("mesh.cp=2",)), (2, ("optimizer.zero_stage=3",))),
-        ((2, ("optimizer.zero_stage=2",)), (4, ("mesh.cp=2", "optimizer.zero_stage=3"))),
-        ((4, ("mesh.cp=2", "optimizer.zero_stage=3")), (4, ("mesh.cp=4", "context_parallel.method=ring"))),
-        ((4, ("mesh.cp=2", "mesh.tp=2")), (4, ("mesh.cp=2", "mesh.pp=2", "train.microbatch=1"))),
-    ],
-)
-def test_a_run_is_resumed_with_other_ranks_for_a_sequence(
-    config_of: MakeConfig,
-    of_one_process: OfOneProcess,
-    before: tuple[int, tuple[str, ...]],
-    after: tuple[int, tuple[str, ...]],
-) -> None:
-    whole, expected = of_one_process(*MODEL)
-    half_of(config_of(*MODEL, *before[1], name="parts"), before[0])
-    config = config_of(*MODEL, *after[1], name="parts")
-    found = deviations(require_resumed(config, after[0], whole, expected))
-    assert {nbytes for (_, name), nbytes in found.items() if name != "broadcast"} <= {0}, found
 
 
 def test_a_run_with_dropout_and_documents_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:

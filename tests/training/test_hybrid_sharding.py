@@ -9,9 +9,7 @@ from tests.training.runs import (
     SEQUENCE,
     MakeConfig,
     OfOneProcess,
-    half_of,
     refused,
-    require_resumed,
     require_serial,
     trained,
 )
@@ -69,25 +67,6 @@ def test_experts_are_sharded_over_their_copies_within_a_group(
     alone, expected = of_one_process(*EXPERTS, "train.global_batch=8", *of_model(options))
     together = config_of(*EXPERTS, "train.global_batch=8", *options, name="together")
     require_serial(together, trained(together, 8), alone, expected)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("mesh.dp_shard=2", "optimizer.zero_stage=1"), ("optimizer.zero_stage=3",)),
-        (("optimizer.zero_stage=2",), ("mesh.dp_shard=2", "optimizer.zero_stage=3")),
-        (
-            ("mesh.dp_shard=2", "optimizer.zero_stage=3"),
-            ("mesh.tp=2", "mesh.dp_shard=1", "optimizer.zero_stage=2"),
-        ),
-    ],
-)
-def test_a_run_is_resumed_with_other_sets_of_shards(
-    config_of: MakeConfig, of_one_process: OfOneProcess, before: tuple[str, ...], after: tuple[str, ...]
-) -> None:
-    alone, expected = of_one_process(*SMALL)
-    half_of(config_of(*SMALL, *before, name="parts"), 4)
-    require_resumed(config_of(*SMALL, *after, name="parts"), 4, alone, expected)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ from tests.training.runs import (
     OfOneProcess,
     course,
     deviations,
-    half_of,
     refused,
-    require_resumed,
     require_resumed_bit_for_bit,
     require_same_on_all,
     require_serial,
@@ -137,30 +135,6 @@ def test_averages_over_replicas_travel_while_other_stages_still_work(
 
 Way = tuple[int, tuple[str, ...]]
 """ranks, options"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "tied"),
-    [
-        ((1, ()), (2, ("mesh.pp=2", "pipeline.schedule=zb-v")), "true"),
-        ((2, ("mesh.pp=2", "pipeline.schedule=zb-h1")), (1, ()), "false"),
-        (
-            (4, ("mesh.pp=2", "train.microbatch=1", "optimizer.zero_stage=1")),
-            (3, ("mesh.pp=3", "pipeline.schedule=gpipe")),
-            "true",
-        ),
-        ((4, ("mesh.pp=2", "mesh.tp=2")), (4, ("mesh.tp=2", "optimizer.zero_stage=3")), "false"),
-    ],
-)
-def test_a_run_is_resumed_with_another_pipeline(
-    config_of: MakeConfig, of_one_process: OfOneProcess, before: Way, after: Way, tied: str
-) -> None:
-    model = (*MODEL, f"model.tie_embeddings={tied}")
-    whole, expected = of_one_process(*model)
-    (size, options), (size_after, options_after) = before, after
-    half_of(config_of(*model, *options, name="parts"), size)
-    config = config_of(*model, *options_after, name="parts")
-    require_resumed(config, size_after, whole, expected)
 
 
 def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:

@@ -43,6 +43,8 @@ def told_by(config: Config, size: int) -> tuple[dict[str, dict[str, float]], str
         ("mesh.pp=2", "model.layers=4", "model.ffn_size=128"),  # layers that divide evenly, by flops too
         ("mesh.cp=2",),
         ("mesh.dp_shard=1", "optimizer.zero_stage=2"),
+        ("optimizer.name=muon", "optimizer.zero_stage=0"),
+        ("optimizer.name=sgd", "optimizer.zero_stage=3"),
     ],
     ids=lambda options: options[0],
 )

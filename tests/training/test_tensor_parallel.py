@@ -6,7 +6,6 @@ import io
 import json
 
 import pytest
-import torch
 from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
@@ -20,9 +19,7 @@ from tests.training.runs import (
     OfOneProcess,
     course,
     deviations,
-    half_of,
     refused,
-    require_resumed,
     require_resumed_bit_for_bit,
     require_same_on_all,
     require_serial,
@@ -112,46 +109,7 @@ def test_with_dropout_recomputation_changes_no_bit_and_sends_what_theory_says(
     assert courses[0] == courses[1] == courses[2]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(config_of: MakeConfig) -> None:
-    config = config_of(*MODEL, "mesh.tp=2", "train.precision=float16")
-
-    def work(comm: Communicator) -> int:
-        run = Run(config, comm)
-        if comm.rank == 1:
-            weight = run.model.get_parameter("model.layers.0.mlp.down_proj.weight")
-            weight.register_hook(lambda gradient: gradient * torch.inf)
-        run._step(0)
-        return run.optimizer.scaler.skipped
-
-    assert run_loopback(4, work) == [1] * 4
-
-
 # --- checkpoints ----------------------------------------------------------------------------------------
-
-
-Way = tuple[int, int, tuple[str, ...]]
-"""dp, tp, options"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, 1, ()), (2, 2, (SEQUENCE, "optimizer.zero_stage=3"))),
-        ((2, 2, ("optimizer.zero_stage=3",)), (1, 1, ())),
-        ((1, 3, ()), (2, 2, ("optimizer.zero_stage=1",))),
-        ((2, 2, ("optimizer.zero_stage=2",)), (1, 4, (SEQUENCE,))),
-    ],
-)
-def test_a_run_is_resumed_on_another_layout(
-    config_of: MakeConfig, of_one_process: OfOneProcess, before: Way, after: Way
-) -> None:
-    model = (*MODEL, "model.kv_heads=12")
-    whole, expected = of_one_process(*model)
-    (dp, tp, options), (dp_after, tp_after, options_after) = before, after
-    half_of(config_of(*model, *options, f"mesh.tp={tp}", name="parts"), dp * tp)
-    config = config_of(*model, *options_after, f"mesh.tp={tp_after}", name="parts")
-    found = deviations(require_resumed(config, dp_after * tp_after, whole, expected))
-    assert {nbytes for (_, name), nbytes in found.items() if name != "broadcast"} <= {0}, found
 
 
 @pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])

@@ -126,16 +126,22 @@ class PeerMessage:
 
     def _compare(self) -> None:
         """Go on with the elements; or note what has come instead, and receive the rest of it aside."""
-        self._open = self._exchanges[1:]
+        following: Sequence[PreparedExchange] = self._exchanges[1:]
+        other = None
         if self._header != self._form:
             magic, dtype, count, nbytes = _FORM.unpack(self._header)
             if magic != _MAGIC:
-                self._open, self._other = (), "something else than an array of host memory"
+                following, other = (), "something else than an array of host memory"
             else:
-                self._other = f"{dtype.rstrip(bytes(1)).decode()}[{count}]"
+                other = f"{dtype.rstrip(bytes(1)).decode()}[{count}]"
                 aside = nbytes > SHORT_NBYTES
-                self._open = [self._prepared(np.empty(nbytes, np.uint8), once=True)] if aside else ()
-        self._actions = iter([exchange.start for exchange in self._open])
+                following = [self._prepared(np.empty(nbytes, np.uint8), once=True)] if aside else ()
+        actions = iter([exchange.start for exchange in following])
+        # From here on no call of a function, so that no signal handler runs in between: what has not been
+        # started must not be tested.
+        self._other = other
+        self._open = following
+        self._actions = actions
         self._is_compared = True
 
     def waiting_for(self) -> tuple[int, ...]:

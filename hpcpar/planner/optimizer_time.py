@@ -1,0 +1,76 @@
+"""Seconds of the optimizer's step on one rank, and the bytes of Muon's matrices that it sends.
+
+elementwise   reads and writes the state once, in device memory, or where it is offloaded
+muon          5 iterations of (4m²n + 2m³) FLOPs on each matrix of the layers, by its one owner; in stage 3,
+              and where tp splits the matrix, the update goes to the owner and back (`planner.muon`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.kernels import Group, elementwise_s, half_allreduce_s
+from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.muon import UPDATE_ITEMSIZE, orthogonalization_flops
+from hpcpar.planner.software import Software
+from hpcpar.planner.stage_memory import OwnParameters, own_parameters, state_widths
+from hpcpar.planner.stages import Stage
+from hpcpar.planner.strategy import Strategy
+
+
+def optimizer_s(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, held: Sequence[Stage]
+) -> float:
+    """Return the seconds of the update on a rank with these stages."""
+    own = own_parameters(model, strategy, held)
+    seconds = software.step_s + _elementwise_s(own, cluster, strategy, software)
+    if strategy.optimizer == "muon":
+        device = cluster.device
+        rate = device.peak("bfloat16") * device.efficiency.matrix
+        seconds += _flops(model, strategy, held) / rate + _exchange_s(own, cluster, strategy)
+    return seconds
+
+
+def _elementwise_s(own: OwnParameters, cluster: Cluster, strategy: Strategy, software: Software) -> float:
+    of_matrices, of_others = state_widths(strategy.precision, software, strategy.optimizer)
+    nbytes = 0.0
+    for parameters, widths, shards in (
+        (own.matrices, of_matrices, strategy.shard_ranks),
+        (own.others, of_others, strategy.shard_ranks),
+        (own.experts, of_matrices, strategy.expert_shards),
+    ):
+        nbytes += parameters / shards * (2 * widths.optimizer + 3 * (software.gradient_bytes or 2) + 2)
+    if strategy.offload is None:
+        return elementwise_s(cluster.device, nbytes)
+    bandwidth = cluster.host_bandwidth if strategy.offload == "cpu" else cluster.disk_bandwidth
+    if strategy.offload != "cpu":
+        bandwidth /= cluster.devices_per_node
+    return nbytes / bandwidth if bandwidth else float("inf")
+
+
+def _flops(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> float:
+    """Return the FLOPs of one rank; owners share the matrices evenly. Stacked matrices are taken as one."""
+    layout, flops = strategy.layout, 0.0
+    for layer, _ in model.layer_kinds:
+        count = sum(stage.count(layer, model) for stage in held)
+        for each in (*model.attention_products, *model.feed_forward_products(layer)):
+            owners = strategy.shard_ranks * (1 if each.split == "whole" else layout.tp)
+            if each.copies > 1:
+                owners = layout.ep * layout.etp * strategy.expert_shards
+            flops += count * each.copies * orthogonalization_flops(each.outputs, each.inputs) / owners
+    return flops
+
+
+def _exchange_s(own: OwnParameters, cluster: Cluster, strategy: Strategy) -> float:
+    """Return the seconds in which updates go to the owners of their matrices and back."""
+    layout, there_and_back = strategy.layout, 2 * UPDATE_ITEMSIZE
+    seconds = half_allreduce_s(
+        Group.of(cluster, layout.tp, 1), there_and_back * own.matrices / strategy.shard_ranks
+    )
+    if strategy.zero_stage == 3:
+        group = Group.of(cluster, strategy.shard_ranks, layout.tp)
+        seconds += half_allreduce_s(group, there_and_back * own.matrices / strategy.shard_ranks)
+        experts = Group.of(cluster, strategy.expert_shards, layout.ep * layout.etp)
+        seconds += half_allreduce_s(experts, there_and_back * own.experts / strategy.expert_shards)
+    return seconds
