@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +44,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     kept = getattr(reporter, "_tw", None) and reporter._tw._file
     if isinstance(kept, io.StringIO) and reporter.stats.keys() & {"failed", "error"}:
         sys.stderr.write(f"\n[rank {_world_rank()}]\n{kept.getvalue()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell of a failure on one of many ranks at once: others may wait for it until a limit ends them all."""
+    report = yield
+    if report.failed and item.config.getoption("--with-mpi", default=False):
+        with item.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+            sys.stderr.write(f"\n[rank {_world_rank()}] {report.nodeid}\n{report.longreprtext[-3000:]}\n")
+            sys.stderr.flush()
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
