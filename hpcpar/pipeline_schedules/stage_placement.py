@@ -10,6 +10,7 @@ rank and back again, so the first rank has both the first stage and the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Shape = Literal["loop", "v"]
@@ -35,11 +36,13 @@ class StagePlacement:
         return {stage: rank for rank, stages in enumerate(self.stages) for stage in stages}
 
 
+@lru_cache(maxsize=1024)
 def loop(ranks: int, stages_per_rank: int = 1) -> StagePlacement:
     """Stage s on rank s modulo ranks."""
     return StagePlacement(tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks)))
 
 
+@lru_cache(maxsize=1024)
 def v_shape(ranks: int) -> StagePlacement:
     """Stages s and 2 · ranks - 1 - s on rank s."""
     return StagePlacement(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))

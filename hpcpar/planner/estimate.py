@@ -127,6 +127,6 @@ def estimate(
     errors   LayoutError for a layout that the model cannot have (`require_possible`); ConfigError for a
              precision that the device has no peak for
     """
-    stages = memory_of_stages(model, cluster, strategy, software)
+    stages = tuple(memory_of_stages(model, strategy, software))
     time, traffic = step_time(model, cluster, strategy, software)
     return Estimate(model, cluster, strategy, software, stages, time, traffic)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from hpcpar.planner.kernels import (
     matrix_product_s,
 )
 from hpcpar.planner.model_shapes import MatrixProduct, ModelShape
+from hpcpar.planner.shapes import RecomputeMode
 from hpcpar.planner.software import Software
 from hpcpar.planner.strategy import Strategy
 
@@ -43,7 +43,15 @@ class LayerTime:
 def layer_time(
     model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, layer: int
 ) -> LayerTime:
-    """Return the time of one microbatch on layer `layer`."""
+    """Return the time of one microbatch on layer `layer`, with what the strategy recomputes."""
+    plain = plain_layer_time(model, cluster, strategy, software, layer)
+    return recomputing(plain, strategy.recompute.mode, software)
+
+
+def plain_layer_time(
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, layer: int
+) -> LayerTime:
+    """Return the time of one microbatch on layer `layer` without recomputation."""
     device, tp = cluster.device, strategy.layout.tp
     every = (*model.attention_products, *model.feed_forward_products(layer))
     products, of_inputs, of_weights = products_s(cluster, strategy, every)
@@ -66,19 +74,34 @@ def layer_time(
     forward["launches"] = max(0.0, launched - hides * sum(forward.values()))
     launched *= software.backward_kernels
     backward["launches"] = max(0.0, launched - hides * (sum(backward.values()) + of_weights))
-    times = 2
-    if strategy.recompute.mode == "full":
-        times = 3
-        backward = dict(Counter(backward) + Counter(forward))
-    elif strategy.recompute.mode == "selective" and software.selective == "product":
-        backward["matrix products"] += RECOMPUTED * products
-        backward["elementwise"] += passes
-    elif strategy.recompute.mode == "selective":
-        backward["attention"] += core + scores
     return LayerTime(
         {"forward": forward, "backward": backward, "weight": weight},
-        {axis: times * nbytes for axis, nbytes in exchanged.nbytes.items()},
-        {axis: times * seconds for axis, seconds in exchanged.seconds.items()},
+        {axis: 2 * nbytes for axis, nbytes in exchanged.nbytes.items()},
+        {axis: 2 * seconds for axis, seconds in exchanged.seconds.items()},
+    )
+
+
+def recomputing(plain: LayerTime, mode: RecomputeMode, software: Software) -> LayerTime:
+    """Add to a layer's backward what this mode recomputes."""
+    if mode == "none":
+        return plain
+    forward, backward = plain.passes["forward"], dict(plain.passes["backward"])
+    if mode == "full":
+        again, whole = forward, 1.5  # three times the forward's traffic in place of twice
+    elif software.selective == "product":
+        again = {
+            "matrix products": RECOMPUTED * forward["matrix products"],
+            "elementwise": forward["elementwise"],
+        }
+        whole = 1.0
+    else:
+        again, whole = {"attention": forward["attention"]}, 1.0
+    for part, seconds in again.items():
+        backward[part] = backward.get(part, 0.0) + seconds
+    return LayerTime(
+        {**plain.passes, "backward": backward},
+        {axis: whole * nbytes for axis, nbytes in plain.nbytes.items()},
+        {axis: whole * seconds for axis, seconds in plain.seconds_of_axis.items()},
     )
 
 

@@ -121,7 +121,7 @@ def _experts_refusal(model: ModelShape, layout: Layout) -> Refusal | None:
     return None
 
 
-def zero_refusal(model: ModelShape, layout: Layout, zero_stage: int, schedule: str) -> str | None:
+def zero_refusal(layout: Layout, zero_stage: int, schedule: str) -> str | None:
     """Return why the stage of ZeRO cannot be with this pipeline; None where it can."""
     if layout.pp == 1 or zero_stage < 2:
         return None

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -24,17 +25,16 @@ from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.pipeline_schedules.schedule_registry import METHODS
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate
-from hpcpar.planner.layer_time import PASSES, layer_time
 from hpcpar.planner.layout import Layout
 from hpcpar.planner.memory import MOMENTS, OPTIMIZER
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.pipeline_time import SIMULATED
 from hpcpar.planner.rules import layout_refusal, sequence_parallel_fits, zero_refusal
 from hpcpar.planner.shapes import RECOMPUTE_MODES, Recompute
 from hpcpar.planner.software import HPCPAR, Software
 from hpcpar.planner.stage_memory import OwnParameters, StageMemory, memory_of_stages, state_nbytes
-from hpcpar.planner.step_time import PassesTime, passes_time, step_time
-from hpcpar.planner.strategy import ContextMethod, Strategy
+from hpcpar.planner.step_bounds import StepBounds
+from hpcpar.planner.step_time import PassesTime, step_time
+from hpcpar.planner.strategy import ContextMethod, Strategy, ZeroStage
 from hpcpar.units import GiB
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -167,7 +167,7 @@ def search(request: PlanRequest, *, top: int = 10) -> Plan:
     rejected: list[Rejected] = []
     legal: list[Layout] = []
     number = 0
-    bounds = _Bounds(request)
+    bounds = StepBounds(request.model, request.cluster, request.software)
     for layout in layouts_of(request):
         number += 1
         refused = _refused(request, layout) or _lacks_memory(request, layout)
@@ -252,10 +252,16 @@ def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
 
 def strategies(request: PlanRequest, layout: Layout) -> Iterator[Strategy]:
     """Yield every strategy of a legal layout that is searched."""
+    for some in _of_layout(request, layout):
+        for one in _with_schedules(request, some):
+            yield from _with_zero(request, one)
+
+
+def _of_layout(request: PlanRequest, layout: Layout) -> Iterator[Strategy]:
+    """Yield strategies of which schedule, ZeRO and options are still open."""
     for microbatch in microbatches_of(request, layout):
         for recompute in recomputations(request):
-            for schedule, per_rank in _pipelines(request, layout):
-                yield from _with_zero(request, layout, microbatch, recompute, schedule, per_rank)
+            yield from _with_any(request, layout, microbatch, recompute)
 
 
 def microbatches_of(request: PlanRequest, layout: Layout) -> list[int]:
@@ -291,47 +297,55 @@ def _sequence_parallel(request: PlanRequest, layout: Layout) -> bool:
     return can and request.allows("sequence_parallel", True)
 
 
-def _with_zero(
-    request: PlanRequest,
-    layout: Layout,
-    microbatch: int,
-    recompute: Recompute,
-    schedule: str,
-    per_rank: int | None,
+def _with_any(
+    request: PlanRequest, layout: Layout, microbatch: int, recompute: Recompute
 ) -> Iterator[Strategy]:
-    first = Strategy(
-        layout,
-        request.global_batch,
-        microbatch,
-        request.sequence,
-        zero_stage=0 if layout.shard_ranks is None else 1,
-        schedule=schedule,
-        stages_per_rank=per_rank,
-        recompute=recompute,
-        precision=request.precision,
-        sequence_parallel=_sequence_parallel(request, layout),
-    )
-    for stage in (0, 1, 2, 3):
-        if not request.allows("zero_stage", stage) or zero_refusal(request.model, layout, stage, schedule):
+    for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
+        yield Strategy(
+            layout,
+            request.global_batch,
+            microbatch,
+            request.sequence,
+            zero_stage=0 if layout.shard_ranks is None else 1,
+            recompute=recompute,
+            precision=request.precision,
+            sequence_parallel=_sequence_parallel(request, layout),
+            cp_method=method,
+        )
+
+
+def _with_schedules(request: PlanRequest, some: Strategy) -> Iterator[Strategy]:
+    for schedule, per_rank in _pipelines(request, some.layout):
+        yield replace(some, schedule=schedule, stages_per_rank=per_rank)
+
+
+def _with_zero(request: PlanRequest, some: Strategy) -> Iterator[Strategy]:
+    for stage in _zero_stages(request, some):
+        yield from _with_options(request, some, stage)
+
+
+def _zero_stages(request: PlanRequest, some: Strategy) -> list[ZeroStage]:
+    """Return the stages of ZeRO that can be with this layout and schedule."""
+    layout = some.layout
+    found: list[ZeroStage] = []
+    for stage in get_args(ZeroStage):
+        if not request.allows("zero_stage", stage) or zero_refusal(layout, stage, some.schedule):
             continue
         if stage == 0 and layout.shard_ranks is not None:
             continue
         if stage and layout.dp * layout.cp == layout.edp == 1 and "zero_stage" not in request.fixed:
             continue
-        for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
-            for optimizer, place, reshard in itertools.product(
-                request.only("optimizer", "adamw"),
-                request.only("offload", None),
-                request.only("reshard", "unit") if stage == 3 else ("unit",),
-            ):
-                yield replace(
-                    first,
-                    zero_stage=stage,
-                    cp_method=method,
-                    optimizer=optimizer,
-                    offload=place,
-                    reshard=reshard,
-                )
+        found.append(stage)
+    return found
+
+
+def _with_options(request: PlanRequest, some: Strategy, stage: ZeroStage) -> Iterator[Strategy]:
+    for optimizer, place, reshard in itertools.product(
+        request.only("optimizer", "adamw"),
+        request.only("offload", None),
+        request.only("reshard", "unit") if stage == 3 else ("unit",),
+    ):
+        yield replace(some, zero_stage=stage, optimizer=optimizer, offload=place, reshard=reshard)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -345,21 +359,22 @@ def _lacks_memory(request: PlanRequest, layout: Layout) -> Rejected | None:
     microbatch, least = min(microbatches_of(request, layout)), None
     for recompute in reversed(recomputations(request)):
         for strategy in [
-            one
-            for pipeline in _pipelines(request, layout)
-            for one in _most_sharded([*_with_zero(request, layout, microbatch, recompute, *pipeline)])
+            sharded
+            for some in _with_any(request, layout, microbatch, recompute)
+            for one in _with_schedules(request, some)
+            for sharded in _most_sharded([*_with_zero(request, one)])
         ]:
             if least is not None and _state_exceeds(request, strategy):
                 continue
-            stages = memory_of_stages(request.model, request.cluster, strategy, request.software)
-            over = over_nbytes(request, stages)
+            stages = [*memory_of_stages(request.model, strategy, request.software)]
+            over = max(over_nbytes(request, stage) for stage in stages)
             if over <= 0:
                 return None
             if least is None or over < least[0]:
                 least = over, strategy, max(stages, key=lambda stage: stage.nbytes)
     if least is None:
         stage = ", ".join(map(str, request.fixed.get("zero_stage", ())))
-        reason = zero_refusal(request.model, layout, 3, "1f1b") or "there is nothing to shard over"
+        reason = zero_refusal(layout, 3, "1f1b") or "there is nothing to shard over"
         return Rejected(layout, "ZeRO", f"zero_stage={stage} cannot be with {layout}: {reason}")
     over, strategy, worst = least
     return Rejected(layout, "memory", _memory_reason(strategy, worst, over), over)
@@ -384,12 +399,22 @@ def _state_exceeds(request: PlanRequest, strategy: Strategy) -> bool:
     return sum(state.values()) > request.cluster.device.memory_nbytes
 
 
-def over_nbytes(request: PlanRequest, stages: Sequence[StageMemory]) -> int:
-    """Return the bytes by which the worst rank, or its host, exceeds what there is; 0 or less: it fits."""
+def over_nbytes(request: PlanRequest, stage: StageMemory) -> int:
+    """Return the bytes by which a rank of a stage, or its host, exceeds what there is; 0 or less: it fits."""
     cluster = request.cluster
-    device = max(stage.nbytes for stage in stages) - cluster.device.memory_nbytes
-    on_host = max(stage.host_nbytes for stage in stages) * cluster.devices_per_node
+    device = stage.nbytes - cluster.device.memory_nbytes
+    on_host = stage.host_nbytes * cluster.devices_per_node
     return max(device, on_host - cluster.host_memory_nbytes) if on_host else device
+
+
+def _stages_that_fit(request: PlanRequest, strategy: Strategy) -> tuple[StageMemory, ...] | None:
+    """Return the memory of all stages; None, at the first that does not fit."""
+    found = []
+    for stage in memory_of_stages(request.model, strategy, request.software):
+        if over_nbytes(request, stage) > 0:
+            return None
+        found.append(stage)
+    return tuple(found)
 
 
 def _memory_reason(strategy: Strategy, worst: StageMemory, over: int) -> str:
@@ -407,54 +432,6 @@ def _memory_reason(strategy: Strategy, worst: StageMemory, over: int) -> str:
 # --- time -----------------------------------------------------------------------------------------
 
 
-class _Bounds:
-    """Lower bounds on the time of a step. Layers' times are kept by what they depend on."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        self.request = request
-        self._layers: dict[tuple[Any, ...], tuple[float, float, float]] = {}
-
-    def passes(self, strategy: Strategy) -> tuple[float, float, float]:
-        """Return the seconds of F, B and W of one microbatch on all layers together."""
-        layout = strategy.layout
-        key = (
-            *(layout.cp, layout.tp, layout.ep, layout.etp, strategy.microbatch, strategy.recompute.mode),
-            strategy.cp_method,
-        )
-        if key not in self._layers:
-            total = [0.0, 0.0, 0.0]
-            for layer, count in self.request.model.layer_kinds:
-                time = layer_time(
-                    self.request.model, self.request.cluster, strategy, self.request.software, layer
-                )
-                for index, which in enumerate(PASSES):
-                    total[index] += count * time.seconds(which)
-            self._layers[key] = (total[0], total[1], total[2])
-        return self._layers[key]
-
-    def any_schedule(self, strategy: Strategy) -> float:
-        """Return the least time with any schedule: no bubble."""
-        return strategy.microbatches * sum(self.passes(strategy)) / strategy.layout.pp
-
-    def of(self, strategy: Strategy) -> float:
-        """Return the least time with the strategy's schedule, its bubble with it.
-
-        m·T + the idle time of the closed forms (`pipeline_time`), for T the average rank's time.
-        """
-        forward, backward, weight = self.passes(strategy)
-        total, p, m = forward + backward + weight, strategy.layout.pp, strategy.microbatches
-        if p == 1 or m * strategy.stages <= SIMULATED:
-            return m * total / p
-        v = strategy.chunks_per_rank
-        if strategy.schedule in ("1f1b", "interleaved"):
-            return (m - 1 / v) * total / p + total / v
-        if strategy.schedule == "zb-h1":
-            return (m - 1) * total / p + max(0.0, forward + backward - weight)
-        if strategy.schedule == "zb-v":
-            return (m - 0.5) * total / p + forward / 2
-        return m * total / p
-
-
 class _Memory:
     """Memory of strategies. One that needs more than another that does not fit is not looked at.
 
@@ -463,64 +440,70 @@ class _Memory:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self._lacking: dict[tuple[Any, ...], int] = {}  # the smallest microbatch that does not fit
+        self._lacking: dict[tuple[Any, ...], float] = {}  # the smallest microbatch known not to fit
 
     def fitting(self, some: Strategy) -> Iterator[tuple[Strategy, tuple[StageMemory, ...]]]:
         """Yield the strategies that differ from `some` in ZeRO's stage and fit, with their memory."""
-        request = self.request
-        pipeline = some.schedule, some.stages_per_rank
-        for strategy in reversed(
-            [*_with_zero(request, some.layout, some.microbatch, some.recompute, *pipeline)]
-        ):
-            key = (
-                *(some.layout, *pipeline, some.recompute.mode),
-                *(strategy.cp_method, strategy.optimizer, strategy.offload, strategy.reshard),
-            )
-            stage = strategy.zero_stage
-            if strategy.microbatch >= self._lacking.get((*key, stage), strategy.microbatch + 1):
-                continue
-            stages = memory_of_stages(request.model, request.cluster, strategy, request.software)
-            if over_nbytes(request, stages) <= 0:
-                yield strategy, stages
-                continue
-            for lower in range(stage + 1) if stage < 3 else (3,):
-                before = self._lacking.get((*key, lower), strategy.microbatch)
-                self._lacking[(*key, lower)] = min(before, strategy.microbatch)
+        request, microbatch = self.request, some.microbatch
+        key = some.layout, some.schedule, some.stages_per_rank, some.recompute.mode, some.cp_method
+        smallest = min(microbatches_of(request, some.layout))
+        for stage in reversed(_zero_stages(request, some)):
+            # Most that do not fit do not with the smallest microbatch either: one look for all of them.
+            is_new = (*key, stage) not in self._lacking
+            for size in sorted({smallest, microbatch} if is_new else {microbatch}):
+                if microbatch >= self._lacking.get((*key, stage), math.inf):
+                    continue
+                any_fits = False
+                for strategy in _with_options(request, replace(some, microbatch=size), stage):
+                    stages = _stages_that_fit(request, strategy)
+                    any_fits = any_fits or stages is not None
+                    if stages is not None and size == microbatch:
+                        yield strategy, stages
+                self._note(key, stage, math.inf if any_fits else size)
+
+    def _note(self, key: tuple[Any, ...], stage: int, lacking: float) -> None:
+        for lower in range(stage + 1) if stage < 3 else (3,):
+            if lacking < math.inf or lower == stage:
+                self._lacking[(*key, lower)] = min(self._lacking.get((*key, lower), math.inf), lacking)
+
+
+_Known = tuple[PassesTime, list[tuple[Strategy, tuple[StageMemory, ...]]]]
+"""Of a strategy whose ZeRO is open: forwards and backwards; those that fit, with their memory."""
 
 
 def _fastest(
-    request: PlanRequest, legal: list[Layout], bounds: _Bounds, top: int
+    request: PlanRequest, legal: list[Layout], bounds: StepBounds, top: int
 ) -> tuple[list[Estimate], int]:
     """Price strategies in the order of their bounds until no other can be among the `top` best layouts."""
     count = itertools.count()
-    heap: list[tuple[float, int, Strategy, bool]] = []
-    for layout in legal:
-        for microbatch in microbatches_of(request, layout):
-            for recompute in recomputations(request):
-                some = next(
-                    one
-                    for pipeline in _pipelines(request, layout)
-                    for one in _with_zero(request, layout, microbatch, recompute, *pipeline)
-                )
-                heap.append((bounds.any_schedule(some), next(count), some, False))
+    heap: list[tuple[float, int, Strategy, _Known | bool]] = [
+        (bounds.no_bubble(some), next(count), some, False)
+        for layout in legal
+        for some in _of_layout(request, layout)
+    ]
     heapq.heapify(heap)
     best: dict[Layout, Estimate] = {}
     seconds: dict[Layout, float] = {}
     limit = float("inf")
     priced, memory = 0, _Memory(request)
     while heap:
-        bound, _, some, has_schedule = heapq.heappop(heap)
+        bound, _, some, known = heapq.heappop(heap)
         if bound > limit:
             break
         if bound >= seconds.get(some.layout, float("inf")):
             continue
-        if not has_schedule:
-            for schedule, per_rank in _pipelines(request, some.layout):
-                one = replace(some, schedule=schedule, stages_per_rank=per_rank)
-                heapq.heappush(heap, (bounds.of(one), next(count), one, True))
+        if known is False:
+            for one in _with_schedules(request, some):
+                heapq.heappush(heap, (bounds.with_bubble(one), next(count), one, True))
             continue
-        passes: dict[str, PassesTime] = {}
-        for strategy, stages in memory.fitting(some):
+        if known is True:
+            fitting = list(memory.fitting(some))
+            if fitting:
+                passes = bounds.passes(some)
+                heapq.heappush(heap, (passes.seconds, next(count), some, (passes, fitting)))
+            continue
+        passes, fitting = known
+        for strategy, stages in fitting:
             found = _priced(request, strategy, stages, passes)
             priced += 1
             if strategy.layout not in best or _order(found) < _order(best[strategy.layout]):
@@ -541,14 +524,9 @@ def _priced(
     request: PlanRequest,
     strategy: Strategy,
     stages: tuple[StageMemory, ...],
-    passes: dict[str, PassesTime],
+    passes: PassesTime,
 ) -> Estimate:
-    """Return the estimate of a strategy whose memory is known.
-
-    passes   by cp method, of strategies that differ in nothing else but ZeRO's stage and offload
-    """
+    """Return the estimate of a strategy whose memory, forwards and backwards are known."""
     model, cluster, software = request.model, request.cluster, request.software
-    if strategy.cp_method not in passes:
-        passes[strategy.cp_method] = passes_time(model, cluster, strategy, software)
-    time, traffic = step_time(model, cluster, strategy, software, passes[strategy.cp_method])
+    time, traffic = step_time(model, cluster, strategy, software, passes)
     return Estimate(model, cluster, strategy, software, stages, time, traffic)

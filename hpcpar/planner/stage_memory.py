@@ -9,13 +9,12 @@ working memory                           a layer that is recomputed; logits and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
-from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, RecomputeMode
@@ -44,15 +43,12 @@ class StageMemory:
         return sum(self.purposes.values())
 
 
-def memory_of_stages(
-    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
-) -> tuple[StageMemory, ...]:
-    """Return the memory of a rank of each pipeline rank, in order."""
+def memory_of_stages(model: ModelShape, strategy: Strategy, software: Software) -> Iterator[StageMemory]:
+    """Yield the memory of a rank of each pipeline rank, in order."""
     stages = stages_of(model, strategy)
     # Most ranks hold alike: a pipeline of 64 has the first, the last and those between.
     kinds: dict[tuple[Stage, ...], tuple[dict[str, int], int, int]] = {}
     of_layers = _layers_activations(model, strategy, software)
-    found = []
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
         held = tuple(stages[number] for number in numbers)
         if held not in kinds:
@@ -64,8 +60,7 @@ def memory_of_stages(
         offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
         purposes[ACTIVATIONS] = chunks_alive(strategy, rank) * chunks // len(held)
         purposes[WORKING] = purposes.get(WORKING, 0) + working
-        found.append(StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0))
-    return tuple(found)
+        yield StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0)
 
 
 class OwnParameters(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpcpar.errors import LayoutError
 from hpcpar.partition import bounds
@@ -46,7 +47,7 @@ def stages_of(model: ModelShape, strategy: Strategy) -> list[Stage]:
             f"{strategy.layout.pp} pipeline ranks with {strategy.chunks_per_rank} stages each are {stages} "
             f"stages, but {model.name} has {model.layers} layers; take at most {model.layers} stages"
         )
-    counts = _layers_by_stage(model, strategy, stages)
+    counts = _layers_by_stage(model, strategy.sequence, strategy.layers_of_stages, stages)
     first_dense = model.layers if model.experts is None else model.experts.first_dense
     found, start = [], 0
     for number, count in enumerate(counts):
@@ -56,9 +57,11 @@ def stages_of(model: ModelShape, strategy: Strategy) -> list[Stage]:
     return found
 
 
-def _layers_by_stage(model: ModelShape, strategy: Strategy, stages: int) -> Sequence[int]:
-    if strategy.layers_of_stages is not None:
-        told = strategy.layers_of_stages
+@lru_cache(maxsize=1024)
+def _layers_by_stage(
+    model: ModelShape, sequence: int, told: tuple[int, ...] | None, stages: int
+) -> Sequence[int]:
+    if told is not None:
         if len(told) != stages or sum(told) != model.layers:
             raise LayoutError(
                 f"layers of each stage: {', '.join(map(str, told))}: {sum(told)} in {len(told)} stages, but "
@@ -67,7 +70,7 @@ def _layers_by_stage(model: ModelShape, strategy: Strategy, stages: int) -> Sequ
         return told
     if model.layers % stages == 0 or stages == 1:
         return [model.layers // stages] * stages
-    layer = model.flops_per_token(strategy.sequence, backward=False) - model.head_product.flops
+    layer = model.flops_per_token(sequence, backward=False) - model.head_product.flops
     head = model.head_product.flops * model.layers / layer
     best = min(
         range(1, model.layers - stages + 2),

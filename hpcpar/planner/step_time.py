@@ -77,6 +77,11 @@ class PassesTime:
     weight_s: float
     of_layers: Mapping[int, LayerTime]
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.parts.values())
+
 
 def step_time(
     model: ModelShape,
@@ -98,11 +103,21 @@ def step_time(
     return StepTime({part: parts[part] for part in PARTS}), traffic
 
 
-def passes_time(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software) -> PassesTime:
-    """Return the time of all forwards and backwards of a step."""
+def passes_time(
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    software: Software,
+    of_layers: Mapping[int, LayerTime] | None = None,
+) -> PassesTime:
+    """Return the time of all forwards and backwards of a step.
+
+    of_layers   time of a layer of each kind; None: computed here
+    """
     stages, m = stages_of(model, strategy), strategy.microbatches
-    kinds = [layer for layer, _ in model.layer_kinds]
-    of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
+    if of_layers is None:
+        kinds = [layer for layer, _ in model.layer_kinds]
+        of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
     alike = {
         stage: _stage_time(model, cluster, strategy, stage, of_layers, software)
         for stage in dict.fromkeys(stages)
@@ -144,12 +159,12 @@ def _stage_time(
             for part, seconds in time.passes[which].items():
                 total[which][part] += count * seconds
     if stage.heads:
-        for which, part, seconds in _head(model, cluster, strategy, software):
+        for which, part, seconds in head_s(model, cluster, strategy, software):
             total[which][part] += seconds
     return LayerTime(total)
 
 
-def _head(
+def head_s(
     model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software
 ) -> list[tuple[str, str, float]]:
     """Return the seconds of output projection and loss."""

@@ -16,6 +16,8 @@ NO_RECOMPUTE = Recompute()
 ContextMethod = Literal["exchange", "ring", "allgather", "ulysses", "ulysses+exchange", "ulysses+ring"]
 """How the ranks of cp exchange keys, values or heads; as `hpcpar.ContextParallel`."""
 
+ZeroStage = Literal[0, 1, 2, 3]
+
 Optimizer = Literal["adamw", "muon", "sgd"]
 
 
@@ -46,7 +48,7 @@ class Strategy:
     global_batch: int
     microbatch: int = 1
     sequence: int = 4096
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: ZeroStage = 0
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     recompute: Recompute = NO_RECOMPUTE

@@ -56,7 +56,7 @@ def every_strategy(request: PlanRequest, layout: Layout) -> Iterator[Strategy]:
         (False, True),
         (0, 1, 2, 3),
     ):
-        if zero_refusal(request.model, layout, stage, schedule):
+        if zero_refusal(layout, stage, schedule):
             continue
         try:
             yield Strategy(
