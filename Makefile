@@ -120,6 +120,7 @@ test-long: $(DEV_STAMP) $(if $(CAN_SERVE),$(SERVE_STAMP))
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm'
 	$(BIN)/python -m pytest -m 'long and slurm' tests/slurm
 	$(MANY_AS_ROOT) $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' $(MPI_TESTS)
+	$(MANY_AS_ROOT) $(MPIEXEC) -n 8 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' tests/training/test_composition.py
 
 structure:
 	$(PYTHON) tests/structure.py

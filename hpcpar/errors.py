@@ -6,6 +6,9 @@ file) is a `RuntimeError`. `except HpcparError` catches every one of them and no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HpcparError(Exception):
     """Base of all errors raised on purpose by hpcpar."""
@@ -81,3 +84,22 @@ class DivergenceError(HpcparError, RuntimeError):
 
 class CheckpointError(HpcparError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
+
+
+EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}
+"""Packages that some parts need, and the extra of hpcpar that installs them."""
+
+
+@contextmanager
+def naming_extras() -> Iterator[None]:
+    """Let the error of a package that is not installed say which extra of hpcpar has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        raise ModuleNotFoundError(
+            f"this needs {package}, which is not installed: pip install 'hpcpar[{EXTRA_OF[package]}]'",
+            name=error.name,
+        ) from error

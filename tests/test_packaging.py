@@ -103,6 +103,12 @@ import hpcpar.data_parallel, hpcpar.tensor_parallel, hpcpar.pipeline_parallel, h
 import hpcpar.expert_parallel, hpcpar.models, hpcpar.horovod.torch, hpcpar.torch_backend
 import hpcpar.planner.estimate
 from hpcpar.cli import main
+try:
+    hpcpar.parallelize_llama
+except ModuleNotFoundError as error:
+    assert "pip install 'hpcpar[train]'" in str(error), error
+else:
+    raise AssertionError
 main(["draw", "ring", "--size", "2"] + sys.argv[1:])
 """
 

@@ -7,11 +7,13 @@ training steps       of two small models: the share of all these rates that real
                      and on CPUs what a launch takes in the interpreter and in torch
 launch               on GPUs: a sum of two numbers
 
-On CPUs as many processes as ranks share a node measure at once, as they will compute at once.
+On CPUs as many processes as ranks share a node measure at once, as they will compute at once; of more ranks
+than cores as many as have cores.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -118,7 +120,13 @@ def _in_training(speed: DeviceSpeed, device: str) -> DeviceSpeed:
         whole = kernels[0] * launches[1] - kernels[1] * launches[0]
         slowdown = (measured[0] * launches[1] - measured[1] * launches[0]) / whole
         launch_s = (kernels[0] * measured[1] - kernels[1] * measured[0]) / whole
-        if slowdown >= 1 and launch_s > 0:
+        if slowdown < 1:  # all of the rates is reached, and what is left is the launches'
+            slowdown = 1.0
+            launch_s = statistics.mean(
+                (all_s - own_s) / number
+                for all_s, own_s, number in zip(measured, kernels, launches, strict=True)
+            )
+        if launch_s > 0:
             return replace(speed, reached=1 / slowdown, launch_s=launch_s)
     ratios = [predicted / seconds for predicted, seconds in zip(kernels, measured, strict=True)]
     return replace(speed, reached=min(1.0, statistics.geometric_mean(ratios)))
@@ -148,16 +156,27 @@ def _training_step(config: LlamaConfig, dtype: torch.dtype, device: str) -> Call
 
 
 def measure_together(ranks: int, threads: int) -> DeviceSpeed:
-    """Measure as many CPU ranks as share a node at once; return the median one, with its share of memory."""
-    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
-        speeds = list(pool.map(measure, [threads] * ranks))
+    """Measure as many CPU ranks as share a node at once; return the median one, with its share of memory.
+
+    Of more ranks than cores as many as have cores, whose time they all then share.
+    """
+    at_once = min(ranks, max(1, len(os.sched_getaffinity(0)) // threads))
+    with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
+        speeds = list(pool.map(measure, [threads] * at_once))
     middle = sorted(speeds, key=lambda one: one.peak_flops["float32"])[len(speeds) // 2]
     memory = available_on_node()
     if memory is None:
         raise OperationError(
             "the node does not tell its memory (/proc/meminfo); write the machine's file by hand"
         )
-    return replace(middle, memory_nbytes=memory // ranks)
+    share = at_once / ranks
+    return replace(
+        middle,
+        memory_nbytes=memory // ranks,
+        peak_flops={name: share * rate for name, rate in middle.peak_flops.items()},
+        memory_bandwidth=share * middle.memory_bandwidth,
+        launch_s=middle.launch_s / share,
+    )
 
 
 def _product_rate(dtype: torch.dtype, depth: int, device: str) -> float:

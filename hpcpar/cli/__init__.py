@@ -16,12 +16,10 @@ from typing import Any
 import click
 
 import hpcpar
+from hpcpar.errors import naming_extras
 
 Commands = Mapping[str, tuple[str, str, str]]
 """name -> (module, name in it, what it does)"""
-
-EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}
-"""Packages that some commands need, and the extra of hpcpar that installs them."""
 
 COMMANDS: Commands = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
@@ -83,19 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot write, as on stderr
     words = None if arguments is None else list(arguments)
     try:
-        status = group.main(args=words, prog_name="hpcpar", standalone_mode=False)
+        with naming_extras():  # raised: a rank that ended quietly would leave the others waiting
+            status = group.main(args=words, prog_name="hpcpar", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         raise KeyboardInterrupt from None
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        extra = EXTRA_OF.get(package)
-        if extra is None:
-            raise
-        # Raised: a rank that ended quietly would leave the others waiting.
-        raise ModuleNotFoundError(
-            f"this needs {package}, which is not installed: pip install 'hpcpar[{extra}]'", name=error.name
-        ) from error
     sys.exit(status if isinstance(status, int) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,22 @@ def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.launch_s < 1e-2
     assert found.depth >= 0
     assert 0 < found.reached <= 1
+
+
+def test_more_ranks_than_cores_share_the_time_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes: int, mp_context: object) -> None:
+            started.append(processes)
+            super().__init__(processes)
+
+    monkeypatch.setattr(device_speed, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(device_speed, "measure", lambda threads: SPEED)
+    monkeypatch.setattr(device_speed.os, "sched_getaffinity", lambda process: {0, 1})
+    pair, four = (device_speed.measure_together(ranks, 1) for ranks in (2, 4))
+    assert started == [2, 2]
+    assert pair.peak_flops == SPEED.peak_flops
+    assert four.peak_flops == {name: rate / 2 for name, rate in SPEED.peak_flops.items()}
+    assert four.memory_bandwidth == SPEED.memory_bandwidth / 2
+    assert four.launch_s == 2 * SPEED.launch_s

@@ -163,6 +163,19 @@ def test_over_mpi_a_drawn_layout_trains_the_model_of_one_process(
     require_serial(config, world, of_serial(of_model(drawn.options)), [None])
 
 
+@pytest.mark.long
+@pytest.mark.mpi(min_size=8)
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("number", range(6))
+def test_over_mpi_a_drawn_layout_of_eight_ranks_trains_the_model_of_one_process(
+    world: Communicator, config_of: MakeConfig, of_serial: OfSerial, number: int
+) -> None:
+    drawn = [each for each in more() if each.ranks == 8][number]
+    options = (*drawn.options, "train.global_batch=8")
+    config = world.broadcast_object(config_of(*MODEL, *options))
+    require_serial(config, world, of_serial(of_model(options)), [None])
+
+
 # --- 16 bits --------------------------------------------------------------------------------------------
 
 
