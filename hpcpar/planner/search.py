@@ -34,7 +34,7 @@ from hpcpar.planner.software import HPCPAR, Software
 from hpcpar.planner.stage_memory import OwnParameters, StageMemory, memory_of_stages, state_nbytes
 from hpcpar.planner.step_bounds import StepBounds
 from hpcpar.planner.step_time import PassesTime, step_time
-from hpcpar.planner.strategy import ContextMethod, Strategy, ZeroStage
+from hpcpar.planner.strategy import CONTEXT_METHODS, Strategy, ZeroStage
 from hpcpar.units import GiB
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -57,7 +57,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "schedule": tuple(METHODS),
     "recompute": RECOMPUTE_MODES,
     "sequence_parallel": (False, True),
-    "cp_method": get_args(ContextMethod),
+    "cp_method": CONTEXT_METHODS,
     "optimizer": tuple(MOMENTS),
     "reshard": ("unit", "step"),
 }
@@ -358,15 +358,15 @@ def _lacks_memory(request: PlanRequest, layout: Layout) -> Rejected | None:
     """
     microbatch, least = min(microbatches_of(request, layout)), None
     for recompute in reversed(recomputations(request)):
-        for strategy in [
+        for strategy in (
             sharded
             for some in _with_any(request, layout, microbatch, recompute)
             for one in _with_schedules(request, some)
             for sharded in _most_sharded([*_with_zero(request, one)])
-        ]:
+        ):
             if least is not None and _state_exceeds(request, strategy):
                 continue
-            stages = [*memory_of_stages(request.model, strategy, request.software)]
+            stages = [*memory_of_stages(request.model, strategy, request.software, each_kind=True)]
             over = max(over_nbytes(request, stage) for stage in stages)
             if over <= 0:
                 return None
@@ -407,14 +407,9 @@ def over_nbytes(request: PlanRequest, stage: StageMemory) -> int:
     return max(device, on_host - cluster.host_memory_nbytes) if on_host else device
 
 
-def _stages_that_fit(request: PlanRequest, strategy: Strategy) -> tuple[StageMemory, ...] | None:
-    """Return the memory of all stages; None, at the first that does not fit."""
-    found = []
-    for stage in memory_of_stages(request.model, strategy, request.software):
-        if over_nbytes(request, stage) > 0:
-            return None
-        found.append(stage)
-    return tuple(found)
+def _fits(request: PlanRequest, strategy: Strategy) -> bool:
+    stages = memory_of_stages(request.model, strategy, request.software, each_kind=True)
+    return all(over_nbytes(request, stage) <= 0 for stage in stages)
 
 
 def _memory_reason(strategy: Strategy, worst: StageMemory, over: int) -> str:
@@ -442,8 +437,8 @@ class _Memory:
         self.request = request
         self._lacking: dict[tuple[Any, ...], float] = {}  # the smallest microbatch known not to fit
 
-    def fitting(self, some: Strategy) -> Iterator[tuple[Strategy, tuple[StageMemory, ...]]]:
-        """Yield the strategies that differ from `some` in ZeRO's stage and fit, with their memory."""
+    def fitting(self, some: Strategy) -> Iterator[Strategy]:
+        """Yield the strategies that differ from `some` in ZeRO's stage and fit."""
         request, microbatch = self.request, some.microbatch
         key = some.layout, some.schedule, some.stages_per_rank, some.recompute.mode, some.cp_method
         smallest = min(microbatches_of(request, some.layout))
@@ -455,10 +450,10 @@ class _Memory:
                     continue
                 any_fits = False
                 for strategy in _with_options(request, replace(some, microbatch=size), stage):
-                    stages = _stages_that_fit(request, strategy)
-                    any_fits = any_fits or stages is not None
-                    if stages is not None and size == microbatch:
-                        yield strategy, stages
+                    fits = _fits(request, strategy)
+                    any_fits = any_fits or fits
+                    if fits and size == microbatch:
+                        yield strategy
                 self._note(key, stage, math.inf if any_fits else size)
 
     def _note(self, key: tuple[Any, ...], stage: int, lacking: float) -> None:
@@ -467,8 +462,8 @@ class _Memory:
                 self._lacking[(*key, lower)] = min(self._lacking.get((*key, lower), math.inf), lacking)
 
 
-_Known = tuple[PassesTime, list[tuple[Strategy, tuple[StageMemory, ...]]]]
-"""Of a strategy whose ZeRO is open: forwards and backwards; those that fit, with their memory."""
+_Known = tuple[PassesTime, list[Strategy]]
+"""Of a strategy whose ZeRO is open: forwards and backwards; those that fit."""
 
 
 def _fastest(
@@ -503,8 +498,8 @@ def _fastest(
                 heapq.heappush(heap, (passes.seconds, next(count), some, (passes, fitting)))
             continue
         passes, fitting = known
-        for strategy, stages in fitting:
-            found = _priced(request, strategy, stages, passes)
+        for strategy in fitting:
+            found = _priced(request, strategy, passes)
             priced += 1
             if strategy.layout not in best or _order(found) < _order(best[strategy.layout]):
                 best[strategy.layout], seconds[strategy.layout] = found, found.step_s
@@ -523,10 +518,10 @@ def _order(one: Estimate) -> tuple[float, int, int]:
 def _priced(
     request: PlanRequest,
     strategy: Strategy,
-    stages: tuple[StageMemory, ...],
     passes: PassesTime,
 ) -> Estimate:
-    """Return the estimate of a strategy whose memory, forwards and backwards are known."""
+    """Return the estimate of a strategy whose forwards and backwards are known."""
     model, cluster, software = request.model, request.cluster, request.software
+    stages = tuple(memory_of_stages(model, strategy, software))
     time, traffic = step_time(model, cluster, strategy, software, passes)
     return Estimate(model, cluster, strategy, software, stages, time, traffic)

@@ -43,14 +43,21 @@ class StageMemory:
         return sum(self.purposes.values())
 
 
-def memory_of_stages(model: ModelShape, strategy: Strategy, software: Software) -> Iterator[StageMemory]:
-    """Yield the memory of a rank of each pipeline rank, in order."""
+def memory_of_stages(
+    model: ModelShape, strategy: Strategy, software: Software, *, each_kind: bool = False
+) -> Iterator[StageMemory]:
+    """Yield the memory of a rank of each pipeline rank, in order.
+
+    each_kind   only of the first of those that hold alike: later ones keep no more chunks alive
+    """
     stages = stages_of(model, strategy)
     # Most ranks hold alike: a pipeline of 64 has the first, the last and those between.
     kinds: dict[tuple[Stage, ...], tuple[dict[str, int], int, int]] = {}
     of_layers = _layers_activations(model, strategy, software)
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
         held = tuple(stages[number] for number in numbers)
+        if each_kind and held in kinds:
+            continue
         if held not in kinds:
             state = state_nbytes(own_parameters(model, strategy, held), strategy, software)
             chunks = _activations(model, strategy, held, of_layers)

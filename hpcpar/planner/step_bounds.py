@@ -14,20 +14,39 @@ from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.layer_time import PASSES, LayerTime, plain_layer_time, recomputing
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import SIMULATED
+from hpcpar.planner.rules import SPLIT_BACKWARD
 from hpcpar.planner.software import Software
 from hpcpar.planner.stages import stages_of, stages_of_ranks
 from hpcpar.planner.step_time import PassesTime, head_s, passes_time
 from hpcpar.planner.strategy import Strategy
 
 
-class _Microbatch(NamedTuple):
-    """Time of one microbatch on one rank's part of all layers: by layer; F, B and W of all and the head."""
+class _Passes(NamedTuple):
+    """Seconds of F, B and W of one microbatch."""
 
-    of_layers: Mapping[int, LayerTime]
     forward: float
     backward: float
     weight: float
-    least_layer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+class _Microbatch(NamedTuple):
+    """One microbatch on one rank's part: by layer; passes of all layers and the head, of a layer at least."""
+
+    of_layers: Mapping[int, LayerTime]
+    total: _Passes
+    least: _Passes
+
+
+class _Pipeline(NamedTuple):
+    """Layers of the rank with most of them, of the last rank, and of the stages before its first one."""
+
+    most: int
+    last: int
+    before: int
 
 
 class StepBounds:
@@ -37,32 +56,37 @@ class StepBounds:
         self._model, self._cluster, self._software = model, cluster, software
         self._plain: dict[tuple[Any, ...], dict[int, LayerTime]] = {}
         self._microbatches: dict[tuple[Any, ...], _Microbatch] = {}
-        self._most_layers: dict[tuple[Any, ...], int] = {}
+        self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
 
     def no_bubble(self, strategy: Strategy) -> float:
         """Return the least seconds with any schedule."""
-        one = self._microbatch(strategy)
-        return strategy.microbatches * (one.forward + one.backward + one.weight) / strategy.layout.pp
+        return strategy.microbatches * self._microbatch(strategy).total.seconds / strategy.layout.pp
 
     def with_bubble(self, strategy: Strategy) -> float:
         """Return the least seconds with the strategy's schedule: m·T and the closed form's idle time.
 
         T   of the slowest rank, at least: the average, and that of the layers of the rank with most of them
+
+        Of what is simulated: the last rank waits for the first forward of the stages before its own, and they
+        for its last backward, behind which it may leave the weights' gradients.
         """
-        one = self._microbatch(strategy)
-        total, p, m = one.forward + one.backward + one.weight, strategy.layout.pp, strategy.microbatches
+        one, pipeline = self._microbatch(strategy), self._pipeline(strategy)
+        total, p, m = one.total.seconds, strategy.layout.pp, strategy.microbatches
         if p == 1:
             return m * total
-        slowest = max(total / p, self._most(strategy) * one.least_layer)
+        slowest = max(total / p, pipeline.most * one.least.seconds)
         if m * strategy.stages <= SIMULATED:
-            return m * slowest
+            least, before, own = one.least, pipeline.before, m * pipeline.last
+            after = least.backward if strategy.schedule in SPLIT_BACKWARD else least.seconds - least.forward
+            done = own * (least.forward + least.backward) + before * after
+            return max(m * slowest, before * least.forward + max(own * least.seconds, done))
         v = strategy.chunks_per_rank
         if strategy.schedule in ("1f1b", "interleaved"):
             return (m - 1 / v) * slowest + total / v
         if strategy.schedule == "zb-h1":
-            return (m - 1) * slowest + max(0.0, one.forward + one.backward - one.weight)
+            return (m - 1) * slowest + max(0.0, total - 2 * one.total.weight)
         if strategy.schedule == "zb-v":
-            return (m - 0.5) * slowest + one.forward / 2
+            return (m - 0.5) * slowest + one.total.forward / 2
         return m * slowest
 
     def passes(self, strategy: Strategy) -> PassesTime:
@@ -84,23 +108,22 @@ class StepBounds:
             }
         of_layers = {layer: recomputing(plain, mode, software) for layer, plain in self._plain[key].items()}
         total = dict.fromkeys(PASSES, 0.0)
-        least = float("inf")
+        least = dict.fromkeys(PASSES, float("inf"))
         for layer, count in model.layer_kinds:
-            seconds = {which: of_layers[layer].seconds(which) for which in PASSES}
-            least = min(least, sum(seconds.values()))
             for which in PASSES:
-                total[which] += count * seconds[which]
+                seconds = of_layers[layer].seconds(which)
+                least[which] = min(least[which], seconds)
+                total[which] += count * seconds
         for which, _, seconds_of_head in head_s(model, cluster, strategy, software):
             total[which] += seconds_of_head
-        found = _Microbatch(of_layers, total["forward"], total["backward"], total["weight"], least)
+        found = _Microbatch(of_layers, _Passes(**total), _Passes(**least))
         self._microbatches[(*key, mode)] = found
         return found
 
-    def _most(self, strategy: Strategy) -> int:
-        """Return the layers of the rank with most of them."""
+    def _pipeline(self, strategy: Strategy) -> _Pipeline:
         key = strategy.layout.pp, strategy.schedule, strategy.stages_per_rank
-        if key not in self._most_layers:
-            stages = stages_of(self._model, strategy)
-            held = stages_of_ranks(strategy)
-            self._most_layers[key] = max(sum(stages[each].layers for each in those) for those in held)
-        return self._most_layers[key]
+        if key not in self._pipelines:
+            layers = [stage.layers for stage in stages_of(self._model, strategy)]
+            held = [sum(layers[each] for each in those) for those in stages_of_ranks(strategy)]
+            self._pipelines[key] = _Pipeline(max(held), held[-1], sum(layers[: strategy.layout.pp - 1]))
+        return self._pipelines[key]

@@ -16,6 +16,8 @@ NO_RECOMPUTE = Recompute()
 ContextMethod = Literal["exchange", "ring", "allgather", "ulysses", "ulysses+exchange", "ulysses+ring"]
 """How the ranks of cp exchange keys, values or heads; as `hpcpar.ContextParallel`."""
 
+CONTEXT_METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
+
 ZeroStage = Literal[0, 1, 2, 3]
 
 Optimizer = Literal["adamw", "muon", "sgd"]
@@ -69,8 +71,8 @@ class Strategy:
             raise ConfigError(f"zero_stage={self.zero_stage!r}; there are 0, 1, 2, 3")
         if self.optimizer not in MOMENTS:
             raise ConfigError(f"optimizer={self.optimizer!r}; there are {', '.join(MOMENTS)}")
-        if self.cp_method not in get_args(ContextMethod):
-            raise ConfigError(f"cp_method={self.cp_method!r}; there are {', '.join(get_args(ContextMethod))}")
+        if self.cp_method not in CONTEXT_METHODS:
+            raise ConfigError(f"cp_method={self.cp_method!r}; there are {', '.join(CONTEXT_METHODS)}")
         once = self.layout.dp * self.microbatch
         if self.global_batch % once:
             raise LayoutError(
