@@ -164,6 +164,7 @@ def test_over_mpi_a_drawn_layout_trains_the_model_of_one_process(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.mpi(min_size=8)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("number", range(6))
