@@ -14,8 +14,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpcpar.errors import naming_extras
-
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator, run_loopback
     from hpcpar.comm.preemption import Preemption
@@ -87,6 +85,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'hpcpar' has no attribute {name!r}")
+    from hpcpar.errors import naming_extras
+
     with naming_extras():
         return getattr(import_module(_HOME[name]), name)
 

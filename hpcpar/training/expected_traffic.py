@@ -12,11 +12,14 @@ from torch import nn
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm.preemption import QUESTION_NBYTES
+from hpcpar.context_parallel import ContextParallel, Mask
+from hpcpar.context_parallel.block import wide
+from hpcpar.context_parallel.traffic import Heads, totals
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama, LlamaStages
 from hpcpar.parameter_info import info_of
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES
-from hpcpar.planner.shapes import dtype_name
+from hpcpar.planner.shapes import Part, dtype_name
 from hpcpar.planner.traffic import (
     NORM_NBYTES,
     Microbatch,
@@ -46,6 +49,7 @@ class Passes:
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
     sequence      tokens of a sequence on this rank; None: it depends on the documents in it
+    whole_sequence   on all ranks of cp together
     counts_targets   each step counts the targets of its batch, of which packed documents leave some out
     intervals     steps after each of which losses are summed
     loads         of checkpoints
@@ -56,6 +60,7 @@ class Passes:
     evaluations: int
     held_out: Sequence[int]
     sequence: int | None
+    whole_sequence: int
     intervals: Sequence[int]
     loads: int
     counts_targets: bool = False
@@ -75,15 +80,17 @@ def expected_traffic(
     *,
     recompute: Recompute,
     start_nbytes: Mapping[Communicator, int],
+    cp: ContextParallel | None = None,
     worker: PipelinedModel | None = None,
     preemption: Communicator | None = None,
     split_experts: bool = False,
 ) -> ExpectedTraffic:
-    """Count the bytes of every communicator that this rank is in.
+    """Count the bytes of every communicator that this rank is in, but of exchanged rows of experts.
 
     losses         where losses are summed
     recompute      as the model was built with
     start_nbytes   of the parameters' broadcast, by communicator
+    cp             ranks that share each sequence
     worker         where layers are divided over a pipeline
     preemption     where ranks ask each other between steps whether to stop
     split_experts  each expert is split over tp; else it is whole
@@ -106,10 +113,10 @@ def expected_traffic(
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
     if passes.sequence is not None:
         total.update(
-            _tensor_parallel(
-                model, tp, passes, passes.sequence, recompute, worker, split_experts=split_experts
-            )
+            _tensor_parallel(model, tp, passes, passes.sequence, recompute, split_experts=split_experts)
         )
+        if cp is not None and cp.comm.size > 1:
+            total.update(_context_parallel(model, tp, cp, passes, recompute))
         if worker is not None:
             total.update(_pipeline(worker, tp, passes, passes.sequence))
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
@@ -134,7 +141,6 @@ def _tensor_parallel(
     passes: Passes,
     sequence: int,
     recompute: Recompute,
-    worker: PipelinedModel | None,
     *,
     split_experts: bool,
 ) -> Counter[tuple[Communicator, str]]:
@@ -146,7 +152,7 @@ def _tensor_parallel(
         trained=passes.steps * [Microbatch(each, sequence) for each in passes.trained],
         evaluated=passes.evaluations * [Microbatch(each, sequence) for each in passes.held_out],
         recompute=recompute,
-        parts=None if worker is None else [stage.part for stage in worker.model.stages.values()],
+        parts=_parts(model),
         split_experts=split_experts,
     )
     found = {tp.comm: on_axis}
@@ -156,6 +162,46 @@ def _tensor_parallel(
     for comm, calls in found.items():
         sent = calls_nbytes(comm, calls, parameter.dtype, on_device=parameter.is_cuda)
         total.update({(comm, collective): nbytes for collective, nbytes in sent.items()})
+    return total
+
+
+def _parts(model: Llama | LlamaStages) -> list[Part]:
+    if isinstance(model, Llama):
+        return [Part.whole(model.config.layers)]
+    return [stage.part for stage in model.stages.values()]
+
+
+def _context_parallel(
+    model: Llama | LlamaStages, tp: TensorParallel, cp: ContextParallel, passes: Passes, recompute: Recompute
+) -> Counter[tuple[Communicator, str]]:
+    """Count the bytes of keys and values, their gradients, and exchanged heads.
+
+    What is recomputed fetches them again; of the attention core alone the outputs are not sent home again.
+    """
+    config = model.config
+    sent = totals(
+        cp.plan(Mask(passes.whole_sequence)),
+        cp.method,
+        Heads(config.heads // tp.size, max(1, config.key_value_heads // tp.size), config.head_width),
+        cp.comm.rank,
+        inner=cp.inner.size,
+        multiple=cp.multiple,
+    )
+    numbers = [number for part in _parts(model) for number in part.layers]
+    again = Counter(recompute.of_layer(number, config.layers) for number in numbers)
+    trained, held_out = passes.steps * sum(passes.trained), passes.evaluations * sum(passes.held_out)
+    forwards = len(numbers) * (trained + held_out)
+    recomputed = trained * (again["selective"] + again["full"])
+    backwards = len(numbers) * trained
+    dtype = next(model.parameters()).dtype
+    gradient_type = dtype if cp.narrow else wide(dtype)
+    fetches, returns = ("allgather", "reduce_scatter") if cp.method == "allgather" else ("send", "send")
+    total: Counter[tuple[Communicator, str]] = Counter()
+    heads = (forwards + backwards) * (sent.there + sent.home) + recomputed * sent.there
+    total[cp.inner, "alltoall"] += dtype.itemsize * (heads + trained * again["full"] * sent.home)
+    fetched = forwards + recomputed + (0 if cp.keep else backwards)
+    total[cp.outer, fetches] += dtype.itemsize * fetched * sent.keys
+    total[cp.outer, returns] += gradient_type.itemsize * backwards * sent.gradients
     return total
 
 

@@ -12,6 +12,8 @@ from hpcpar.errors import ConfigError
 from hpcpar.planner.memory import STATE
 from hpcpar.training.comparison import MODEL, Measured, approaches, compare, table
 
+pytestmark = pytest.mark.timeout(300)  # of which most is for machines that do other work, too
+
 SMALL = (
     *("model.hidden_size=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn_size=32"),
     *("train.sequence=16", "train.global_batch=8", "train.microbatch=2"),
@@ -24,7 +26,7 @@ def found() -> list[Measured]:
     def work(comm: Communicator) -> list[Measured]:
         return compare(MODEL, "test", SMALL, comm, steps=2, only=NAMES)
 
-    return run_loopback(2, work)[0]
+    return run_loopback(2, work, timeout_s=250)[0]
 
 
 def test_bytes_and_memory_are_those_of_the_planner(found: list[Measured]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.models import LlamaStages
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Config, Outcome, Run
@@ -104,7 +105,9 @@ def of_serial(tmp_path_factory: pytest.TempPathFactory) -> OfSerial:
     return trained
 
 
-def require_serial(config: Config, comm: Communicator, whole: Serial, unknown: Collection[None] = ()) -> None:
+def require_serial(
+    config: Config, comm: Communicator, whole: Serial, unknown: Collection[None] = ()
+) -> Outcome:
     """Train a layout; every parameter, loss, norm and byte is as it must be, on every rank. Collective.
 
     unknown   [None] where communicators of earlier runs, of which this run's theory says nothing, are counted
@@ -126,31 +129,54 @@ def require_serial(config: Config, comm: Communicator, whole: Serial, unknown: C
     found = deviations(outcome)
     assert set(found.values()) <= {0, *unknown}, found
     assert outcome.memory.worst.unexplained_nbytes == 0
+    return outcome
 
 
-def require_right(config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn) -> None:
+@pytest.fixture
+def rows_of_experts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that experts' ranks are to send each other, by the experts chosen: a number for each pass."""
+    found: list[int] = []
+    mix = ExpertParallel.mix
+
+    def counted(experts: ExpertParallel, hidden: Tensor, *others: Any, **options: Any) -> Tensor:
+        out = mix(experts, hidden, *others, **options)
+        elsewhere = sum(experts.counts) - sum(experts.counts[own] for own in experts.own)
+        there_and_back = 2 * elsewhere * hidden.shape[1] * hidden.itemsize
+        found.append(there_and_back)
+        if out.requires_grad:
+            out.register_hook(lambda _: found.append(there_and_back))
+        return out
+
+    monkeypatch.setattr(ExpertParallel, "mix", counted)
+    return found
+
+
+def require_right(config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn, rows: list[int]) -> None:
     whole = of_serial(of_model(drawn.options))
     config = config_of(*MODEL, *drawn.options)
-    run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole))
+    outcome, *_ = run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole))
+    exchanged = [line for line in outcome.traffic if line.communicator.split("-")[0] == "ep"]
+    assert sum(line.nbytes_sent for line in exchanged if line.collective == "alltoall") == sum(rows)
 
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("drawn", LAYOUTS, ids=str)
 def test_a_drawn_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn
+    config_of: MakeConfig, of_serial: OfSerial, rows_of_experts: list[int], drawn: Drawn
 ) -> None:
-    require_right(config_of, of_serial, drawn)
+    require_right(config_of, of_serial, drawn, rows_of_experts)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("number", range(300))
 def test_another_draw_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, of_serial: OfSerial, number: int
+    config_of: MakeConfig, of_serial: OfSerial, rows_of_experts: list[int], number: int
 ) -> None:
     drawn = more()[number]
     # Eight ranks with replicas and stages need more sequences.
-    require_right(config_of, of_serial, replace(drawn, options=(*drawn.options, "train.global_batch=8")))
+    larger = replace(drawn, options=(*drawn.options, "train.global_batch=8"))
+    require_right(config_of, of_serial, larger, rows_of_experts)
 
 
 @pytest.mark.mpi(min_size=4)
