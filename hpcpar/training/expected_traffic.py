@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hpcpar.autograd import Recompute
 from hpcpar.comm.preemption import QUESTION_NBYTES
 from hpcpar.context_parallel import ContextParallel, Mask
 from hpcpar.context_parallel.block import wide
@@ -34,6 +33,8 @@ from hpcpar.training.pipelined import PipelinedModel
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+    from hpcpar.training.parallelize import ParallelLlama
+    from hpcpar.training.training_step import WholeModel
 
 ExpectedTraffic = Mapping[tuple["Communicator", str], int]
 """(communicator, collective) -> bytes that all of its ranks together must send."""
@@ -48,9 +49,6 @@ class Passes:
 
     trained       sequences in each microbatch of a step
     held_out      sequences in each microbatch of an evaluation
-    sequence      tokens of a sequence on this rank; None: it depends on the documents in it
-    whole_sequence   on all ranks of cp together
-    counts_targets   each step counts the targets of its batch, of which packed documents leave some out
     intervals     steps after each of which losses are summed
     loads         of checkpoints
     announces     the first messages between stages tell their shapes
@@ -59,11 +57,8 @@ class Passes:
     trained: Sequence[int]
     evaluations: int
     held_out: Sequence[int]
-    sequence: int | None
-    whole_sequence: int
     intervals: Sequence[int]
     loads: int
-    counts_targets: bool = False
     announces: bool = True
 
     @property
@@ -72,35 +67,27 @@ class Passes:
 
 
 def expected_traffic(
-    model: Llama | LlamaStages,
-    optimizer: DistributedOptimizer,
-    tp: TensorParallel,
+    parallel: ParallelLlama,
+    worker: WholeModel | PipelinedModel,
     losses: Communicator,
     passes: Passes,
     *,
-    recompute: Recompute,
     start_nbytes: Mapping[Communicator, int],
-    cp: ContextParallel | None = None,
-    worker: PipelinedModel | None = None,
     preemption: Communicator | None = None,
-    split_experts: bool = False,
 ) -> ExpectedTraffic:
     """Count the bytes of every communicator that this rank is in, but of exchanged rows of experts.
 
     losses         where losses are summed
-    recompute      as the model was built with
     start_nbytes   of the parameters' broadcast, by communicator
-    cp             ranks that share each sequence
-    worker         where layers are divided over a pipeline
     preemption     where ranks ask each other between steps whether to stop
-    split_experts  each expert is split over tp; else it is whole
     """
-    dp = optimizer.dp_comm
+    model, optimizer, sequences = parallel.model, worker.optimizer, parallel.sequences
+    pipelined = worker if isinstance(worker, PipelinedModel) else None
     total: Counter[tuple[Communicator, str]] = Counter()
     total.update({(comm, "broadcast"): nbytes for comm, nbytes in start_nbytes.items()})
     looks = 1 if optimizer.scaler.dynamic else 0
     # In stage 2 a backward of one of several stages sends all gradients, most of them zeros.
-    stages = len(worker.model.stages) if worker is not None and optimizer.zero_stage == 2 else 1
+    stages = len(pipelined.model.stages) if pipelined is not None and optimizer.zero_stage == 2 else 1
     gradients = optimizer.traffic_by_comm(
         passes.steps,
         backwards=len(passes.trained) * stages,
@@ -109,20 +96,20 @@ def expected_traffic(
         loads=passes.loads,
     )
     total.update(gradients)
-    pp = None if worker is None else worker.pipeline.comm
+    pp = None if pipelined is None else pipelined.pipeline.comm
     total.update(_norms(model, optimizer, pp, passes.steps, looks=looks))
-    if passes.sequence is not None:
-        total.update(
-            _tensor_parallel(model, tp, passes, passes.sequence, recompute, split_experts=split_experts)
-        )
-        if cp is not None and cp.comm.size > 1:
-            total.update(_context_parallel(model, tp, cp, passes, recompute))
-        if worker is not None:
-            total.update(_pipeline(worker, tp, passes, passes.sequence))
+    own_tokens = sequences.own_length(parallel.config.train.sequence)
+    if own_tokens is not None:  # else it depends on the documents in a sequence
+        total.update(_tensor_parallel(parallel, passes, own_tokens))
+        if sequences.context is not None and sequences.context.comm.size > 1:
+            total.update(_context_parallel(parallel, sequences.context, passes))
+        if pipelined is not None:
+            total.update(_pipeline(pipelined, parallel.tp, passes, own_tokens))
     summed = [STEP_LOSS_NBYTES * steps for steps in passes.intervals]
     for nbytes in summed + [HELD_OUT_LOSS_NBYTES] * passes.evaluations:
         total[losses, "allreduce"] += allreduce_nbytes(losses, nbytes, dtype="float64")
-    if passes.counts_targets:
+    if sequences.global_tokens is None:  # each step counts the targets of its batch
+        dp = optimizer.dp_comm
         total[dp, "allreduce"] += passes.steps * allreduce_nbytes(dp, TARGETS_NBYTES, dtype="int64")
     if preemption is not None:
         questions = max(0, passes.steps - 1)
@@ -130,30 +117,25 @@ def expected_traffic(
             preemption, QUESTION_NBYTES, dtype="uint8"
         )
     has_capacity = model.config.experts is not None and model.config.experts.capacity_factor is not None
-    if passes.sequence is None or has_capacity:  # a part would be compared with all that tp sends
-        return {key: nbytes for key, nbytes in total.items() if key[0] is not tp.comm}
+    if own_tokens is None or has_capacity:  # a part would be compared with all that tp sends
+        return {key: nbytes for key, nbytes in total.items() if key[0] is not parallel.tp.comm}
     return total
 
 
 def _tensor_parallel(
-    model: Llama | LlamaStages,
-    tp: TensorParallel,
-    passes: Passes,
-    sequence: int,
-    recompute: Recompute,
-    *,
-    split_experts: bool,
+    parallel: ParallelLlama, passes: Passes, sequence: int
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes on the tp axis, and among its ranks that share a key-value head."""
+    model, tp, experts = parallel.model, parallel.tp, parallel.experts
     parameter = next(model.parameters())
     on_axis, on_sharers = tensor_parallel_calls(
         model.config,
         tp,
         trained=passes.steps * [Microbatch(each, sequence) for each in passes.trained],
         evaluated=passes.evaluations * [Microbatch(each, sequence) for each in passes.held_out],
-        recompute=recompute,
+        recompute=parallel.config.recompute,
         parts=_parts(model),
-        split_experts=split_experts,
+        split_experts=experts is not None and experts.split,
     )
     found = {tp.comm: on_axis}
     if on_sharers:
@@ -172,15 +154,16 @@ def _parts(model: Llama | LlamaStages) -> list[Part]:
 
 
 def _context_parallel(
-    model: Llama | LlamaStages, tp: TensorParallel, cp: ContextParallel, passes: Passes, recompute: Recompute
+    parallel: ParallelLlama, cp: ContextParallel, passes: Passes
 ) -> Counter[tuple[Communicator, str]]:
     """Count the bytes of keys and values, their gradients, and exchanged heads.
 
     What is recomputed fetches them again; of the attention core alone the outputs are not sent home again.
     """
+    model, tp, recompute = parallel.model, parallel.tp, parallel.config.recompute
     config = model.config
     sent = totals(
-        cp.plan(Mask(passes.whole_sequence)),
+        cp.plan(Mask(parallel.config.train.sequence)),
         cp.method,
         Heads(config.heads // tp.size, max(1, config.key_value_heads // tp.size), config.head_width),
         cp.comm.rank,

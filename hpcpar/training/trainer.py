@@ -108,7 +108,7 @@ class Run:
         return losses
 
     def _build(self, config: Config) -> None:
-        parallel = parallelize_llama(
+        self._parallel = parallel = parallelize_llama(
             config.model_config_for(self.data.shards.vocabulary),
             self.mesh,
             config,
@@ -125,7 +125,6 @@ class Run:
             overlap_allgather=config.optimizer.zero_stage in (1, 2),
         )
         self.optimizer = self.worker.optimizer
-        self._experts = parallel.experts
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -371,23 +370,15 @@ class Run:
             trained=self.batches.microbatch_sizes(self.config.train.global_batch),
             evaluations=evaluations,
             held_out=self.batches.microbatch_sizes(len(self.batches.held_out_windows)),
-            sequence=self.sequences.own_length(self.config.train.sequence),
-            whole_sequence=self.config.train.sequence,
             intervals=intervals,
             loads=1 if self._start.is_resumed and from_start else 0,
-            counts_targets=self.sequences.global_tokens is None,
             announces=from_start,
         )
         return expected_traffic(
-            self.model,
-            self.optimizer,
-            self.tp,
+            self._parallel,
+            self.worker,
             self._losses,
             passes,
-            recompute=self.config.recompute,
-            cp=self.sequences.context,
-            worker=self.worker if isinstance(self.worker, PipelinedModel) else None,
-            preemption=None if self._preemption is None else self._preemption.comm,
-            split_experts=self._experts is not None and self._experts.split,
             start_nbytes={} if self.optimizer.zero_stage == 3 or not from_start else self._start_nbytes,
+            preemption=None if self._preemption is None else self._preemption.comm,
         )

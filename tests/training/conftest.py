@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpcpar.comm import run_loopback
 from hpcpar.data_parallel import matrix_exchange, matrix_step, sharded_step
+from hpcpar.planner import muon
 from hpcpar.training import Config, Outcome, Run, parse
 from tests.training.runs import MakeConfig, OfOneProcess
 
@@ -95,3 +96,4 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", iterated)
     for module in (matrix_step, matrix_exchange, sharded_step):
         monkeypatch.setattr(module, "TRAVELS_AS", torch.float64)
+    monkeypatch.setattr(muon, "UPDATE_ITEMSIZE", torch.float64.itemsize)

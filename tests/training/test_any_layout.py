@@ -17,24 +17,14 @@ from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Run
 from tests.training import test_composition as drawn
 from tests.training.runs import SEQUENCE, MakeConfig, OfOneProcess, half_of, require_resumed
+from tests.training.test_expert_parallel import MODEL as EXPERTS
 
 MODEL = (
-    "model.hidden_size=16",
-    "model.layers=2",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.ffn_size=32",
+    *EXPERTS,
     "model.tie_embeddings=true",
-    "model.experts.count=5",
-    "model.experts.per_token=2",
-    "model.experts.ffn_size=8",
     "model.experts.shared_ffn_size=8",
     "model.experts.first_dense=1",
-    "train.sequence=24",
-    "train.steps=4",
     "train.global_batch=4",
-    "train.evaluate_every=2",
-    "optimizer.clip_norm=0.2",
     "optimizer.epsilon=1e-4",
 )
 """Five experts do not divide among ranks; the first and the last stage have the embedding."""
