@@ -61,6 +61,7 @@ class OptimizerOptions:
     model: nn.Module | None
     overlap_allgather: bool
     nonfinite: str
+    skip_limit: int
     tied: Mapping[str, bool]
     elementwise: bool
     bucket_bytes: int

@@ -9,6 +9,7 @@ guards.py              what is refused, and why
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
 from hpcpar.data_parallel.matrix_step import is_divided, matrices_of
+from hpcpar.data_parallel.nonfinite import NonfiniteGradients
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
 from hpcpar.data_parallel.precision import LossScaler, Precision
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 SplitOver = Mapping[str, Sequence["Communicator"]]
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedOptimizer(Optimizer):
@@ -103,8 +107,11 @@ class DistributedOptimizer(Optimizer):
                        parameters in another way (a moving average, a norm, p.data) must call
                        `wait_for_parameters` first; `model.state_dict()` and hpcpar.checkpoint do
     nonfinite          what `step` does on all ranks if an average gradient on any of them is NaN or infinite:
-                       "error": DivergenceError, before anything is changed; "skip": no step, counted in
-                       `scaler.skipped`; "step": take it unseen, as torch does. Scaled losses: "skip"
+                       "error": DivergenceError, before anything is changed; "skip": no step, a line in
+                       the log, and `last_skip` says which ranks brought it; "step": take it unseen, as
+                       torch does. Scaled losses: "skip"
+    skip_limit         so many skipped steps in a row are a DivergenceError; not counted are those after
+                       which a dynamic loss scale was halved
     backward_passes_per_step   backwards outside `no_sync` whose sum is averaged; the last of them sends. In
                        stages 2 and 3 each of them sends
     bucket_bytes       bytes of gradients that travel together; None: 25 MiB, or 4 in stage 2, which keeps
@@ -153,6 +160,7 @@ class DistributedOptimizer(Optimizer):
         model: nn.Module | None = None,
         overlap_allgather: bool = False,
         nonfinite: str = "error",
+        skip_limit: int = 10,
         backward_passes_per_step: int = 1,
         split_over: SplitOver | None = None,
         tied: Mapping[str, bool] | None = None,
@@ -178,6 +186,8 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
+        self.last_skip: NonfiniteGradients | None = None
+        """Why the last `step` was skipped; None: it was taken."""
         self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
             precision=self.precision,
@@ -186,6 +196,7 @@ class DistributedOptimizer(Optimizer):
             model=model,
             overlap_allgather=overlap_allgather,
             nonfinite=nonfinite,
+            skip_limit=skip_limit,
             tied=dict(tied or {}),
             elementwise=elementwise,
             bucket_bytes=bucket_bytes,
@@ -449,8 +460,8 @@ class DistributedOptimizer(Optimizer):
         closure   computes the loss with its backward, perhaps several times (LBFGS); the average loss
                   over all ranks is returned to the inner optimizer, so that all take the same path
 
-        Gradients that are not finite on some rank: as `nonfinite` says; with a scaled loss the step is
-        skipped by all, and counted in `scaler.skipped`.
+        Gradients that are not finite on some rank: as `nonfinite` says, the same on all ranks. Skipped steps
+        are counted in `scaler.skipped`.
         errors    DivergenceError on every rank, with nothing changed; OffloadError on every rank when one of
                   them cannot keep its state
         """
@@ -471,12 +482,7 @@ class DistributedOptimizer(Optimizer):
         averages, allgather = self._averages, self._parts.allgather
         guards.refuse_own_gradients(self.reducer, self.zero_stage)
         guards.refuse_replaced(update, self.reducer.names)
-        if self.scaler.is_scaling:
-            overflow = averages.has_overflow()
-            self.scaler.update(overflow=overflow)
-            if overflow:
-                return
-        elif self._is_skipped():
+        if self._is_skipped():
             return
         allgather.before_step()
         failure: OffloadError | None = None
@@ -495,23 +501,54 @@ class DistributedOptimizer(Optimizer):
 
     def _is_skipped(self) -> bool:
         """Return whether all ranks skip a step whose gradients are not finite; DivergenceError by default."""
-        nonfinite, total = self._options.nonfinite, self._averages.total
-        if nonfinite == "step" or (total is not None and total.isfinite()):
+        options, scaler = self._options, self.scaler
+        found = self.last_skip = self._what_forbids_a_step()
+        scaler.update(overflow=found is not None)
+        if found is None:
             return False
+        if options.nonfinite == "error" and not scaler.is_scaling:
+            raise DivergenceError(
+                f"{found}, so no rank has taken the step, and parameters are as they were. Look for the "
+                "first layer or sample whose output is not finite, or lower the learning rate; "
+                'nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes them, as torch '
+                "does"
+            )
+        if scaler.in_a_row >= options.skip_limit:
+            raise DivergenceError(
+                f"{found}; that was number {scaler.in_a_row} of such steps in a row (skip_limit). No rank "
+                "has taken them, and parameters are as they were before. Look for the first layer or sample "
+                "whose output is not finite, or lower the learning rate"
+            )
+        if self.dp_comm.world_ranks[self.dp_comm.rank] == min(
+            found.ranks, default=self.dp_comm.world_ranks[0]
+        ):
+            scale = f"; the loss scale is {scaler.scale:g} now" if scaler.is_scaling else ""
+            logger.warning("a step is skipped (%d so far): %s%s", scaler.skipped, found, scale)
+        return True
+
+    def _what_forbids_a_step(self) -> NonfiniteGradients | None:
+        averages = self._averages
+        if self.scaler.is_scaling:
+            return self._nonfinite_gradients() if averages.has_overflow() else None
+        if self._options.nonfinite == "step" or (averages.total is not None and averages.total.isfinite()):
+            return None
         is_due = self.update is not None or any(p.grad is not None for p in self.reducer.parameters)
-        if not is_due or self.gradients_are_finite():
-            return False
-        self.scaler.skipped += 1
-        if nonfinite == "skip":
-            return True
-        mine = {name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()}
-        told = set().union(*self.dp_comm.allgather_object(mine))
-        name = next((name for name, _ in self._named if name in told), "a parameter of another rank")
-        raise DivergenceError(
-            f"the average gradient of {name} is not finite, so no rank has taken the step, and parameters "
-            "are as they were. Look for the first layer or sample whose output is not finite, or lower the "
-            'learning rate; nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes '
-            "them, as torch does"
+        if not is_due or (averages.total is None and averages.are_finite()):
+            return None
+        found = self._nonfinite_gradients()
+        return None if found.parameter is None else found  # gradients may be finite, and their norm not
+
+    def _nonfinite_gradients(self) -> NonfiniteGradients:
+        """Return who brought what to averages that are not finite. Collective."""
+        place = {name: number for number, (name, _) in enumerate(self._named)}
+        own = [name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()]
+        first = min(((place[name], name) for name in own), default=None)
+        rank = self.dp_comm.world_ranks[self.dp_comm.rank]
+        told = self._parts.norm.gathered((rank, first, self.reducer.sent_nonfinite))
+        parameters = sorted((*first, rank) for rank, first, _ in told if first is not None)
+        return NonfiniteGradients(
+            parameters[0][1] if parameters else None,
+            tuple(sorted(rank for rank, _, sent in told if sent)),
         )
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:

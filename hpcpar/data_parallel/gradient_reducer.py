@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import release
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.nonfinite import quick_sum
 from hpcpar.data_parallel.parameters import Named, offer_grad_buffers, watch_gradients
 from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.replicas import TOLD_NBYTES, Writes
@@ -92,6 +93,7 @@ class GradientReducer(ABC):
             for replicas, some in comms.divided(written).items()
         ]
         self._hooks: list[Any] = []
+        self._sent: dict[Bucket, Tensor] = {}
 
     def _watch(self) -> None:
         self._hooks = [
@@ -134,6 +136,16 @@ class GradientReducer(ABC):
         """Step as if a parameter had got no gradient, on any rank; once the gradients are averages."""
 
     @property
+    def sent_nonfinite(self) -> bool:
+        """True where a gradient that this rank has sent since the last step was NaN or infinite."""
+        return not all(total.isfinite() for total in self._sent.values())
+
+    def _note_sent(self, bucket: Bucket, flat: Tensor) -> None:
+        """Remember what is about to leave, of which an average shows nothing."""
+        total = quick_sum(flat)
+        self._sent[bucket] = self._sent[bucket] + total if bucket in self._sent else total
+
+    @property
     def staging_nbytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self.staging)
 
@@ -149,6 +161,7 @@ class GradientReducer(ABC):
     def next_step(self) -> None:
         """Note that a step was taken: gradients must be averaged again, even if no backward follows."""
         self.synchronized = False
+        self._sent.clear()
         for each in self._sets:
             each.writes.next_step()
 

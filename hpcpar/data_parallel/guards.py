@@ -75,6 +75,10 @@ def refuse_contradictions(
         )
     if options.nonfinite not in ("error", "skip", "step"):
         raise OperationError(f'nonfinite={options.nonfinite!r}; give "error", "skip" or "step"')
+    if options.skip_limit < 1:
+        raise OperationError(
+            f"skip_limit={options.skip_limit}; give the skipped steps in a row that end a run"
+        )
     if options.overlap_allgather and (options.model is None or stage not in (1, 2)):
         raise OperationError(
             f"overlap_allgather=True with zero_stage={stage} and "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ from hpcpar.autograd.split_norms import (
 )
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.nonfinite import is_finite
 from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+
+T = TypeVar("T")
 
 
 class GradientNorm:
@@ -106,17 +109,22 @@ class GradientNorm:
 
     def is_finite(self, flats: Sequence[Tensor]) -> bool:
         """Return whether all gradients on all ranks are finite; all ranks agree. Collective."""
-        broken = torch.zeros(1, dtype=torch.float64)
-        for flat in flats:
-            # A sum keeps every NaN and infinity, and is cheaper than a look at each element, most of all in
-            # the elements' own type. There it may overflow, and is taken again.
-            longest = torch.promote_types(flat.dtype, torch.float64)
-            if not flat.sum().isfinite() and not flat.sum(dtype=longest).isfinite():
-                broken += 1
+        broken = torch.tensor([sum(not is_finite(flat) for flat in flats)], dtype=torch.float64)
         sharded_over = dict.fromkeys(spread.shards_over for spread in self._spreads if spread.shards_over)
-        for comm in [*sharded_over, *in_common_order([spread.kind for spread in self._spreads])]:
+        for comm in [*sharded_over, *self._split_over]:
             comm.allreduce(broken)
         return not broken.item()
+
+    def gathered(self, value: T) -> set[T]:
+        """Return the values of all ranks with a copy or a part of these parameters. Collective."""
+        found = {value}
+        for comm in [self._comms.dp_comm, *self._split_over]:
+            found = set().union(*comm.allgather_object(found))
+        return found
+
+    @property
+    def _split_over(self) -> list[Communicator]:
+        return in_common_order([spread.kind for spread in self._spreads])
 
     def _parts(self, flats: Sequence[Tensor], members: Collection[int] | None) -> list[tuple[Spread, Tensor]]:
         if len(self._spreads) == 1 and not self._elsewhere and members is None:

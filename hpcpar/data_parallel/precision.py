@@ -116,17 +116,18 @@ def narrowed(value: Tensor, dtype: torch.dtype, step: int) -> Tensor:
 
 
 class LossScaler:
-    """The factor that a loss is multiplied by so that its gradients do not underflow.
+    """The factor that a loss is multiplied by so that its gradients do not underflow; counts skipped steps.
 
     dynamic   halved when a gradient overflows, whose step is then skipped; doubled after GROWTH_INTERVAL
               steps without. All ranks call `update` with the same, and so keep the same scale
     skipped   steps that were skipped, in all
+    in_a_row  steps since the last one that was taken, but those after which a smaller scale may help
     """
 
     def __init__(self, scale: float | str | None) -> None:
         self.dynamic = scale == "dynamic"
         self.scale = INITIAL_SCALE if self.dynamic else 1.0 if scale is None else float(scale)
-        self.skipped = 0
+        self.skipped = self.in_a_row = 0
         self._good = 0
 
     @property
@@ -138,10 +139,13 @@ class LossScaler:
         if overflow:
             self.skipped += 1
             self._good = 0
-            if self.dynamic:
+            if self.dynamic and self.scale > 1.0:
                 self.scale = max(1.0, self.scale / 2)
+            else:
+                self.in_a_row += 1
             return
         self._good += 1
+        self.in_a_row = 0
         if self.dynamic and self._good % GROWTH_INTERVAL == 0:
             self.scale = min(LARGEST_SCALE, self.scale * 2)
 

@@ -189,6 +189,7 @@ class Reducer(GradientReducer):
                 if parameter.grad is not None or (self._hidden and self.used[index]):
                     parameter.grad = self._views.of(index)
         self._hidden = False
+        self._sent.clear()
         self.synchronized = self.used_up = False
 
     def hide(self) -> None:
@@ -295,6 +296,7 @@ class Reducer(GradientReducer):
         # rank 0 could be reducing bucket 3 against rank 1's bucket 2.
         while self._departed < len(self._states) and not self._states[self._departed].missing:
             state = self._states[self._departed]
+            self._note_sent(state.bucket, state.flat)
             state.handle = self._reduction.start(state.flat, state.bucket)
             state.version = state.flat._version  # with the write of the reduction itself
             self._departed += 1

@@ -138,6 +138,7 @@ class ShardedGradients(GradientReducer):
         if set_to_none:
             self._had = [False] * len(self.parameters)
             self.used = [0] * len(self.parameters)
+        self._sent.clear()
         self.synchronized = self.used_up = False
 
     def has_taken(self, index: int) -> bool:
@@ -255,6 +256,7 @@ class ShardedGradients(GradientReducer):
                 self.comms.shard_comm(state.bucket.replicas),
                 self.comms.share(state.bucket.replicas),
             )
+            self._note_sent(state.bucket, flat)
             if share != 1:
                 flat.mul_(share)
             state.handle = comm.start_reduce_scatter(

@@ -158,8 +158,10 @@ class Balancing:
     def _note_losses(self, layer: _Layer, losses: Tensor) -> None:
         layer.losses += losses.double().cpu()
 
-    def finish_step(self) -> dict[int, LayerBalance]:
+    def finish_step(self, *, is_taken: bool = True) -> dict[int, LayerBalance]:
         """Update the biases, and return the balance of each of this rank's layers in the step. Collective.
+
+        is_taken   False: the optimizer has skipped this step, and biases stay as they are, too
 
         To be called once an optimizer step, by all ranks of `comm`, which have the same layers. The balance
         and the biases are the same on all of them.
@@ -174,7 +176,8 @@ class Balancing:
         for (number, layer), of_layer, (balance, z) in zip(
             self._layers.items(), counts, losses.tolist(), strict=True
         ):
-            self._update_bias(layer.router, of_layer[:-1])
+            if is_taken:
+                self._update_bias(layer.router, of_layer[:-1])
             *loads, dropped = of_layer.tolist()
             found[number] = LayerBalance(Balance.of(loads, dropped), balance, z)
             layer.reset()

@@ -208,6 +208,8 @@ class OptimizerSection(Section):
     muon_scale     of muon's updates: match_rms_adamw makes them as large as AdamW's, so that its learning
                    rate and weight decay fit (arXiv 2502.16982); original is Jordan's, for rates as 0.02
     clip_norm      largest norm of the whole gradient; 0 = no clipping
+    skip_limit     steps in a row whose gradients are NaN or infinite, after which the run saves and ends. All
+                   ranks leave such steps out
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
                    start sooner
@@ -232,6 +234,7 @@ class OptimizerSection(Section):
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
+    skip_limit: int = Field(default=10, ge=1)
     bucket_mib: float | None = Field(default=None, ge=BYTE_MIB, allow_inf_nan=False)
     first_bucket_mib: float = Field(default=1.0, ge=BYTE_MIB, allow_inf_nan=False)
     zero_stage: Literal[0, 1, 2, 3] = 0

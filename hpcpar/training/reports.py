@@ -35,7 +35,7 @@ class Outcome:
 
     first_step      steps that an earlier run had done
     steps           steps done in all
-    loss            of the last step's training batch, nats per token; None if no step was left to do
+    loss            of the last step's training batch, nats per token; None if it was skipped or none was left
     held_out_loss   nats per token, after the last step
     tokens_per_s    of this run's steps, over all ranks
     seconds         that this run's steps took

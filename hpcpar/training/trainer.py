@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
@@ -121,7 +120,8 @@ class Run:
         self._start_nbytes = expected_broadcast_nbytes(self.model, self.mesh.replicas)
         self.worker = parallel.worker(
             plain_optimizer(config.optimizer, self.model),
-            nonfinite="step",  # the run checks the norms of many steps at once, and ends before it saves
+            nonfinite="skip",
+            skip_limit=config.optimizer.skip_limit,
             overlap_allgather=config.optimizer.zero_stage in (1, 2),
         )
         self.optimizer = self.worker.optimizer
@@ -182,7 +182,7 @@ class Run:
         outcome = Outcome(
             first_step=self.first_step,
             steps=self.first_step + milestones.steps_left,
-            loss=loss,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
             held_out_loss=held_out,
             tokens_per_s=milestones.steps_left * self.tokens_per_step / seconds if seconds else 0.0,
             seconds=seconds,
@@ -196,19 +196,27 @@ class Run:
         """Train steps start … stop - 1, or fewer if the run is to stop.
 
         returns   steps done in all, and the last one's loss
+        errors    DivergenceError on all ranks: once a checkpoint is saved, for optimizer.skip_limit steps in
+                  a row whose gradients are not finite; for a loss that is not, in a step that was taken
 
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
         start_s = time.perf_counter()
         results: list[StepResult] = []
         while not results or (start + len(results) < stop and not self._is_to_stop):
-            results.append(self._watched_step(start + len(results)))
+            try:
+                results.append(self._watched_step(start + len(results)))
+            except DivergenceError as error:
+                checkpoint = self.save(start + len(results) + 1)
+                raise DivergenceError(
+                    f"{error}. The state is saved in {checkpoint}, from which --resume goes on"
+                ) from error
             self._ask_whether_to_stop(start + len(results))
         stop = start + len(results)
         losses = torch.stack([result.loss_share for result in results]).cpu()
         self._losses.allreduce(losses)
         step_s = (time.perf_counter() - start_s) / len(results)
-        self._require_finite(start, losses, torch.stack([result.gradient_norm for result in results]).cpu())
+        self._require_finite(start, losses.tolist(), results)
         balances = self._balances(results)
         if metrics is not None:
             metrics.steps(
@@ -221,6 +229,7 @@ class Run:
                         "tokens": self.tokens_after(step + 1),
                         "tokens_per_s": self.tokens_per_step / step_s,
                         "step_s": step_s,
+                        **({} if result.skipped is None else {"skipped": str(result.skipped)}),
                         **balance,
                     }
                     for step, loss, result, balance in zip(
@@ -313,15 +322,11 @@ class Run:
             raise self._diverged(f"the held-out loss after step {steps_done} is {loss}")
         return loss
 
-    def _require_finite(self, start: int, losses: Tensor, gradient_norms: Tensor) -> None:
-        """Raise DivergenceError for the first of these steps that left non-finite parameters."""
-        found = {"loss": losses}
-        if not self.optimizer.scaler.dynamic:  # which skips a step whose gradients overflowed
-            found["norm of the gradient"] = gradient_norms
-        for what, values in found.items():
-            broken = torch.nonzero(~values.isfinite()).flatten().tolist()
-            if broken:
-                raise self._diverged(f"the {what} of step {start + broken[0]} is {values[broken[0]].item()}")
+    def _require_finite(self, start: int, losses: Sequence[float], results: Sequence[StepResult]) -> None:
+        """Raise DivergenceError for the first of these steps that was taken on a loss that is not finite."""
+        for step, (loss, result) in enumerate(zip(losses, results, strict=True), start):
+            if result.skipped is None and not math.isfinite(loss):
+                raise self._diverged(f"the loss of step {step} is {loss}")
 
     def _diverged(self, found: str) -> DivergenceError:
         return DivergenceError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator, Trace
 from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.nonfinite import NonfiniteGradients
 from hpcpar.models import Llama
 from hpcpar.models.balancing import Balancing, LayerBalance
 from hpcpar.partition import bounds
@@ -30,11 +31,13 @@ class StepResult:
     loss_share      this rank's share of the mean loss in nats; its sum over dp and pp ranks is the loss
     gradient_norm   of the whole averaged gradient before clipping, the same on every rank
     balance         of the experts of this rank's layers, by layer; empty without experts
+    skipped         why no rank has taken the step; None: all have
     """
 
     loss_share: Tensor
     gradient_norm: Tensor
     balance: Mapping[int, LayerBalance]
+    skipped: NonfiniteGradients | None
 
 
 class Worker(Protocol):
@@ -128,6 +131,7 @@ def train_step(
 
     tokens, targets   [B, S], this dp rank's part of the global batch; B may differ between them
     clip_norm         largest norm of the gradient; inf = no clipping
+    errors            DivergenceError: of the optimizer's `step`
     """
     optimizer = worker.optimizer
     optimizer.zero_grad(set_to_none=False)
@@ -139,8 +143,10 @@ def train_step(
     with span(trace, "optimizer"):
         norm = optimizer.clip_grad_norm_(clip_norm)
         optimizer.step()
-    balance = {} if worker.balancing is None else worker.balancing.finish_step()
-    return StepResult(loss_share, norm, balance)
+    skipped, balance = optimizer.last_skip, {}
+    if worker.balancing is not None:
+        balance = worker.balancing.finish_step(is_taken=skipped is None)
+    return StepResult(loss_share, norm, balance, skipped)
 
 
 def held_out_loss(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -443,40 +444,54 @@ def test_text_missing_on_one_rank_fails_on_all_and_names_it(config_of: MakeConfi
     assert str(gone) in messages[0]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(config_of: MakeConfig) -> None:
-    def work(comm: Communicator) -> str:
-        run = Run(config_of(), comm)
-        with torch.no_grad():
-            next(run.model.parameters()).fill_(math.nan)
-        with pytest.raises(DivergenceError, match="the loss of step 0 is nan") as caught:
-            run.train()
-        return str(caught.value)
+def broken_on_rank_1(run: Run, *, at: Container[int]) -> Run:
+    """Let the gradients of some steps be infinite on rank 1."""
+    step, step_now = run._step, [0]
 
-    assert len(set(run_loopback(2, work))) == 1
+    def noting(number: int) -> Any:
+        step_now[0] = number
+        return step(number)
 
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_parameters_that_the_last_step_broke_are_not_saved(
-    config_of: MakeConfig, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss is computed before the step, so it does not show them."""
-    config = config_of("output.checkpoint_every=2", "train.evaluate_every=0", "output.log_every=1")
-
-    def broken(run: Run, steps_done: int) -> None:
+    if run.comm.rank == 1:
         for parameter in run.model.parameters():
-            parameter.register_hook(lambda gradient: gradient * math.inf if steps_done == 3 else gradient)
+            parameter.register_hook(lambda gradient: gradient * math.inf if step_now[0] in at else gradient)
+    run._step = noting  # type: ignore[method-assign]
+    return run
 
-    def work(comm: Communicator) -> str:
-        run = Run(config, comm)
-        step = run._step
-        monkeypatch.setattr(run, "_step", lambda number: [broken(run, number), step(number)][1])
+
+@pytest.mark.parametrize("options", [("optimizer.zero_stage=2",), ("mesh.pp=2",), ("mesh.tp=2",)])
+def test_a_step_that_one_rank_breaks_is_left_out_by_all(
+    config_of: MakeConfig, options: tuple[str, ...]
+) -> None:
+    config = config_of(*options, "output.log_every=2", "train.global_batch=4", "model.layers=2")
+    outcomes = run_loopback(2, lambda comm: broken_on_rank_1(Run(config, comm), at=[2]).train())
+    assert outcomes[0].steps == config.train.steps
+    lines = [line for line in records_of(config.output.directory / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines if "skipped" in line] == [2]
+    assert "came from rank 1" in lines[2]["skipped"]
+    assert lines[2]["gradient_norm"] is None
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_so_many_broken_steps_in_a_row_end_the_run_with_a_checkpoint_that_it_can_go_on_from(
+    config_of: MakeConfig,
+) -> None:
+    config = config_of("output.log_every=10", "optimizer.skip_limit=2")
+
+    def work(comm: Communicator) -> tuple[str, bool]:
+        run = broken_on_rank_1(Run(config, comm), at=[1, 3, 4, 5])
         with pytest.raises(DivergenceError) as caught:
             run.train()
-        return str(caught.value)
+        saved = [parameter.detach().clone() for parameter in run.model.parameters()]
+        again = Run(config, comm, resume=True)
+        assert again.first_step == 5
+        return str(caught.value), all(map(torch.equal, saved, again.model.parameters()))
 
-    (message,) = set(run_loopback(size, work))
-    assert message.startswith("the norm of the gradient of step 3 is nan, and nothing can be learnt")
-    assert [path.name for path in (config.output.directory / "checkpoints").iterdir()] == ["step-00000002"]
+    found = run_loopback(2, work)
+    message = found[0][0]
+    assert set(found) == {(message, True)}
+    assert "came from rank 1; that was number 2 of such steps in a row" in message
+    assert "step-00000005" in message
 
 
 def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
