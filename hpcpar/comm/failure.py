@@ -7,6 +7,7 @@ ever: the interpreter's exit calls MPI_Finalize, which waits for those who will 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import sys
@@ -15,10 +16,11 @@ import time
 import traceback
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcpar.comm.watch import Watch
 from hpcpar.launch.sentinel import Guard
+from hpcpar.launch.signals import START_AGAIN
 
 if TYPE_CHECKING:
     from hpcpar.transport.mpi import MpiTransport
@@ -28,6 +30,12 @@ FAREWELL_POLL_S = 0.01
 RELAY_S = 0.2
 """Time for the launcher to pass the traceback on, before MPI_Abort has it drop everything."""
 
+EXIT_PATIENCE_S = 1.0
+"""Time for all ranks to come to their end, too, after `sys.exit` with a status that says failure."""
+
+STOPPED = (0, START_AGAIN, 128 + signal.SIGINT)
+"""Statuses of ranks that have finished, or were asked to stop: others may still write a checkpoint."""
+
 ABORT_LIMIT_S = 3.0
 """Limit after which a process ends by itself, should MPI_Abort hang while another thread is inside MPI."""
 
@@ -36,7 +44,8 @@ class FailureHooks:
     """Installed once per process by `hpcpar.init()`; a forked child is no rank, and is left alone.
 
     An uncaught exception, in any thread, prints its traceback under the rank's name, tells the
-    node's sentinel why, and aborts the job with status 1 (130 after Ctrl-C).
+    node's sentinel why, and aborts the job with status 1 (130 after Ctrl-C). `sys.exit` with a status that
+    says failure aborts it with that status, unless all ranks end soon.
     """
 
     def __init__(self, transport: MpiTransport, watch: Watch, guard: Guard) -> None:
@@ -44,8 +53,22 @@ class FailureHooks:
         self._watch = watch
         self._guard = guard
         self._pid = os.getpid()
+        self._exit_status = 0
 
     def install(self) -> None:
+        hooks = self
+
+        class NotedExit(SystemExit):
+            """Notes its status where it ends the program, and not where somebody catches it."""
+
+            def __del__(self) -> None:
+                if threading.current_thread() is threading.main_thread() and _is_outermost():
+                    hooks._exit_status = _status_of(self.code)
+
+        def noted_exit(status: object = None, /) -> NoReturn:
+            raise NotedExit(status) if status is not None else NotedExit
+
+        sys.exit = noted_exit
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         atexit.register(self._on_exit)
@@ -102,8 +125,12 @@ class FailureHooks:
         if os.getpid() != self._pid:
             return
         everybody_is_here = self._transport.farewell()
+        give_up_at = math.inf if self._exit_status in STOPPED else time.monotonic() + EXIT_PATIENCE_S
         while not everybody_is_here.test():
             self._watch.leave()
+            if time.monotonic() > give_up_at:
+                why = f"it has left by sys.exit({self._exit_status}), and others have not come to their end"
+                self.end_job(why, self._exit_status)
             time.sleep(FAREWELL_POLL_S)
         # All ranks are ending. Where their common status is not 0, a launcher that ends the job at the
         # first such one (srun --kill-on-bad-exit=1) sends SIGTERM to those that need a few milliseconds
@@ -111,3 +138,19 @@ class FailureHooks:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._guard.done()
+
+
+def _is_outermost() -> bool:
+    """Return whether the method that asks was called by the interpreter itself, below no other frame."""
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False
+
+
+def _status_of(code: object) -> int:
+    """Return the exit status that the interpreter makes of a SystemExit's code."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1

@@ -63,7 +63,7 @@ def fail(tmp_path, run_ranks):
             ["rank 1 of 3", "ZeroDivisionError"],
         ),
         ("os.kill(os.getpid(), signal.SIGINT)", ["rank 1 of 3", "KeyboardInterrupt"]),
-        ("sys.exit(3)", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("sys.exit()", ["PeerLeftError", "rank 1 came to the end of the program"]),
         ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
     ],
 )
@@ -159,6 +159,55 @@ def test_what_a_program_leaves_for_its_exit_before_init_may_still_communicate(tm
     )
     done = run_ranks(2, str(script))
     assert (done.returncode, done.stdout.count("total=2")) == (0, 2), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("others", "exits"),
+    [
+        ("time.sleep(60)", "sys.exit(3)"),
+        ("world.barrier()", "sys.exit(3)"),
+        ("time.sleep(60)", "sys.exit('nothing to do')"),
+    ],
+)
+def test_a_status_that_says_failure_is_heard_whatever_the_others_do(tmp_path, run_ranks, others, exits):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, hpcpar\n"
+        "world = hpcpar.init()\n"
+        f"if world.rank == 1:\n    open(sys.argv[1], 'w').close()\n    {exits}\n"
+        f"{others}\n"
+    )
+    done = run_ranks(3, str(script), str(tmp_path / "mark"))
+    assert time.time() - (tmp_path / "mark").stat().st_mtime < ENDS_WITHIN_S
+    status = 3 if exits == "sys.exit(3)" else 1
+    left = f"ends the job: it has left by sys.exit({status})" in done.stderr
+    assert done.returncode in ((status,) if left else (1,)), done.stderr
+    assert left or (others == "world.barrier()" and "rank 1 came to the end" in done.stderr), done.stderr
+
+
+def test_an_exit_that_was_caught_is_none(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, hpcpar\n"
+        "world = hpcpar.init()\n"
+        "for work in (sys.exit, lambda: sys.exit(3)):\n"
+        "    try:\n        work()\n"
+        "    except SystemExit as error:\n        print('caught', error.code)\n"
+        "time.sleep(2 * world.rank)\n"
+    )
+    done = run_ranks(2, str(script))
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["3", "3", "None", "None", *["caught"] * 4])
+
+
+def test_who_was_asked_to_stop_leaves_the_others_time_to_save(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, hpcpar\n"
+        "world = hpcpar.init()\n"
+        "time.sleep(0 if world.rank else 3)\nprint('end')\nsys.exit(75)\n"
+    )
+    done = run_ranks(2, str(script))
+    assert (done.returncode, done.stdout.count("end")) == (75, 2), done.stderr
 
 
 def test_the_exit_status_that_all_ranks_choose_is_the_jobs(tmp_path, run_ranks):
