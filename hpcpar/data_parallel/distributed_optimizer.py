@@ -713,17 +713,24 @@ class DistributedOptimizer(Optimizer):
         return dict(total)
 
     def traffic_by_comm(
-        self, steps: int = 1, *, backwards: int = 1, forwards: int = 0, norms: int = 0, loads: int = 0
+        self,
+        steps: int = 1,
+        *,
+        backwards: int = 1,
+        forwards: int = 0,
+        norms: int | None = None,
+        loads: int = 0,
     ) -> dict[tuple[Communicator, str], int]:
         """Return the bytes that all ranks of a communicator send, by it and collective, in theory.
 
         backwards   in each step: microbatches
         forwards    without a backward, in all: they gather parameters in stage 3
-        norms       gradient norms in each step (clip_grad_norm_, gradients_are_finite, a scaled step); a step
-                    without looks once itself, unless nonfinite="step"
+        norms       gradient norms in each step: clip_grad_norm_, gradients_are_finite, a scaled step. None: a
+                    step without, which looks once itself, unless nonfinite="step"
         loads       of states, in all: they bring new parameters, too
         """
-        norms = norms if self._options.nonfinite == "step" else max(norms, 1)
+        if norms is None:
+            norms = 0 if self._options.nonfinite == "step" else 1
         total: Counter[tuple[Communicator, str]] = Counter()
         for replicas in self.replica_comms:
             buckets = [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas]

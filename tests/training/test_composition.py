@@ -155,7 +155,7 @@ def rows_of_experts(monkeypatch: pytest.MonkeyPatch) -> Rows:
 def require_right(config_of: MakeConfig, of_serial: OfSerial, drawn: Drawn, rows: Rows) -> None:
     whole = of_serial(of_model(drawn.options))
     config = config_of(*MODEL, *drawn.options)
-    outcome, *_ = run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole))
+    outcome, *_ = run_loopback(drawn.ranks, lambda comm: require_serial(config, comm, whole), timeout_s=240)
     exchanged = [line for line in outcome.traffic if line.communicator.split("-")[0] == "ep"]
     passes = 3 if "train.recompute=full" in drawn.options else 2
     expected = sum(nbytes * (passes if is_trained else 1) for nbytes, is_trained in rows)
