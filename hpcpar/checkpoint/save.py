@@ -42,6 +42,7 @@ from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_
 from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
+from hpcpar.launch import restart
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -114,6 +115,8 @@ def save(
                 _refuse_to_replace_a_sound_one(final, broken)
                 naming.close()
                 _after_naming(final, broken, keep)
+                if broken is None:
+                    restart.leave_word(restart.SAVED)
     return final
 
 

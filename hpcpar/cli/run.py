@@ -70,6 +70,12 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
 @click.option(
     "--max-np", "--max-num-proc", "most", type=click.IntRange(min=1), help="No more ranks than so many."
 )
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Start a job that fails again, so often, while its attempts save checkpoints.",
+)
 @click.option("--verbose", is_flag=True, help="Show the variables that the options set, too.")
 @click.option(
     "-v", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, hidden=True
@@ -88,6 +94,7 @@ def _print_version(context: click.Context, parameter: click.Parameter, asked: bo
 def run(
     ranks: int | None,
     most: int | None,
+    restarts: int,
     as_horovod: bool,
     as_torch: bool,
     verbose: bool,
@@ -112,7 +119,7 @@ def run(
         if verbose:
             for name, value in options.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        return supervise.run(size, argv, options, say=say)
+        return supervise.run(size, argv, options, restarts=restarts, say=say)
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcpar import errors
-from hpcpar.launch import slurm
+from hpcpar.launch import restart, slurm
 from hpcpar.launch.signals import SIGNALS, EarlySignals
 
 if TYPE_CHECKING:
@@ -166,16 +166,22 @@ def _train(
     from hpcpar.training import runs
 
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
-    restarts = slurm.restarts()
-    if restarts and not resume and world.rank == 0:
-        click.echo(f"Slurm started this job again (SLURM_RESTART_COUNT={restarts}): as with --resume")
+    restarts = {
+        "Slurm started this job again (SLURM_RESTART_COUNT": slurm.restarts(),
+        f"hpcpar run started this job again ({restart.COUNT}": restart.count(),
+    }
+    for told, number in restarts.items():
+        if number and not resume and world.rank == 0:
+            click.echo(f"{told}={number}): as with --resume")
     try:
         configs = asked.stages(world)
         preemption = _preemption(configs[0].train.preemptible, world, early, stack)
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK
-    stages = runs(configs, world, resume=resume or restarts > 0, console=own_console(), preemption=preemption)
+    stages = runs(
+        configs, world, resume=resume or any(restarts.values()), console=own_console(), preemption=preemption
+    )
     steps_done = 0
     while (result := _train_next(stages, world, preemption)) is not None:
         if isinstance(result, int):

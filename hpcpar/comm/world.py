@@ -22,7 +22,7 @@ from hpcpar.comm.tuning import Tuning, read_together
 from hpcpar.comm.watch import Watch
 from hpcpar.comm.whereabouts import Place
 from hpcpar.errors import ConfigError, LaunchError, PeerFailedError
-from hpcpar.launch import binding, crosscheck, cuda_aware, environment, lone, sentinel, shared_space
+from hpcpar.launch import binding, crosscheck, cuda_aware, environment, lone, restart, sentinel, shared_space
 from hpcpar.launch.bootstrap import pmi_selection
 from hpcpar.launch.environment import RankInfo
 from hpcpar.launch.rank_map import RankBinding, RankMap, gather_from_nodes, visible_gpus
@@ -89,6 +89,8 @@ def init(
             rank_map = gather_from_nodes(world.unchecked("start-up"), bindings, first=node.rank == 0)
             _report(rank_map, sets_threads=sets_threads)
         guard = _guard(world, node, settings, info)
+    if world.rank == 0:
+        restart.leave_word(restart.STARTED)
     if settings.shared_memory:
         world.share_memory()
     if settings.devices != "none":

@@ -32,6 +32,7 @@ from hpcpar.launch.launch_command import (
     environ_for,
     prepare,
 )
+from hpcpar.launch.restart import Restarts
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -59,16 +60,40 @@ def run(
     argv: Sequence[str],
     options: LaunchOptions = NO_OPTIONS,
     *,
+    restarts: int = 0,
     say: Say,
     environ: Mapping[str, str] = os.environ,
     which: Which = shutil.which,
 ) -> int:
-    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost."""
+    """Start n ranks of argv, wait for them, and return the job's exit status: 0 only if none was lost.
+
+    restarts   times that a job that fails is started again, as `hpcpar.launch.restart` says
+    """
     if n > 0 and ray_task.stays_here(options.hosts, environ):
         environ = ray_task.job_environ(n, environ)
     options = replace(options, variables={**cuda_aware(options, environ, say), **options.variables})
-    if options.output_directory is not None and len(options.hosts) <= 1 and not has_several_hosts(environ):
+    is_here = len(options.hosts) <= 1 and not has_several_hosts(environ)
+    if options.output_directory is not None and is_here:
         redirect.make_directory(options.output_directory)  # one sentence here, where else every rank says it
+    again = Restarts(restarts, say, is_here=is_here)
+    while True:
+        attempt = replace(options, variables={**options.variables, **again.variables})
+        status = _run_once(n, argv, attempt, again, say=say, environ=environ, which=which)
+        if status is not None:
+            return status
+
+
+def _run_once(
+    n: int,
+    argv: Sequence[str],
+    options: LaunchOptions,
+    again: Restarts,
+    *,
+    say: Say,
+    environ: Mapping[str, str],
+    which: Which,
+) -> int | None:
+    """Run a job to its end; return its status, or None where it is to be started again."""
     with tempfile.TemporaryDirectory(prefix="hpcpar-run-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         command, prepared = prepare(n, argv, options, name, say=say, environ=environ, which=which)
@@ -81,7 +106,8 @@ def run(
         status = status if status >= 0 else 128 - status
         await_sentinels(directory)
         launcher = os.path.basename(command[0])
-        return verdict(status, directory, launcher, say, ended_by[0] if ended_by else None)
+        status = verdict(status, directory, launcher, say, ended_by[0] if ended_by else None)
+        return None if again.again(status, directory, ended=bool(ended_by)) else status
 
 
 def wait(process: subprocess.Popen[bytes]) -> int:

@@ -43,7 +43,7 @@ def asked() -> Asked:
 def calls(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> list[Call]:
     made: list[Call] = []
 
-    def run(n: int, argv: Sequence[str], options: LaunchOptions, *, say: object) -> int:
+    def run(n: int, argv: Sequence[str], options: LaunchOptions, *, restarts: int, say: object) -> int:
         made.append((n, argv, options.launcher, list(options.words)))
         asked.append(replace(options, launcher="auto", words=()))
         return 4

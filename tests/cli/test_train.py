@@ -206,6 +206,48 @@ def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on
     assert f"resuming after step {done} from" in again.stdout
 
 
+CRASHES = """
+import os, signal, sys
+from hpcpar.cli.train import train
+from hpcpar.training import Run
+step = Run._step
+def crash(run, number):
+    if number == 5 and run.comm.rank == 1 and "HPCPAR_RESTART_COUNT" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(run, number)
+if "crashes" in sys.argv:
+    Run._step = crash
+sys.exit(train([word for word in sys.argv[1:] if word != "crashes"], standalone_mode=False))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_costs_a_restart_and_no_bit(config: Path, tmp_path: Path) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text(CRASHES)
+    steps = ("train.steps=8", "output.checkpoint_every=2", "output.log_every=1", "optimizer.zero_stage=1")
+
+    def losses(*words: str) -> tuple[str, list[object]]:
+        directory = tmp_path / str(len(words))
+        done = run(
+            *(sys.executable, "-m", "hpcpar", "run", "-n", "2", "--restarts", "2"),
+            *(script, config, *steps, f"output.directory={directory}", *words),
+            timeout_s=250,
+        )
+        assert done.returncode == 0, done.stderr
+        records = records_of(directory / "metrics.jsonl")
+        return done.stdout + done.stderr, [each.get("loss", each.get("held_out_loss")) for each in records]
+
+    said, broken = losses("crashes")
+    assert "rank 1 (pid" in said
+    assert "hpcpar run: restart 1 of 2 in 1 s" in said
+    assert "hpcpar run started this job again (HPCPAR_RESTART_COUNT=1): as with --resume" in said
+    assert "resuming after step 4" in said
+    said, whole = losses()
+    assert "restart" not in said
+    assert broken == whole
+
+
 def interruptible() -> None:
     """In a child: of a process in the background Ctrl-C is ignored, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
