@@ -79,7 +79,7 @@ class DataError(HpcparError, RuntimeError):
 
 
 class DivergenceError(HpcparError, RuntimeError):
-    """Training whose loss is no longer a finite number."""
+    """Training whose numbers are no longer finite, or no longer the same on all replicas."""
 
 
 class CheckpointError(HpcparError, RuntimeError):

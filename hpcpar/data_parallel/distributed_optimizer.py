@@ -31,6 +31,7 @@ from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.builder import Builder, OptimizerOptions
 from hpcpar.data_parallel.combined_optimizer import has_muon
+from hpcpar.data_parallel.compare_replicas import differences
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
@@ -50,6 +51,7 @@ from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
+from hpcpar.parameter_info import info_of
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes, maps_nbytes, replicas_nbytes
 from hpcpar.uncompiled import uncompiled
 
@@ -559,6 +561,47 @@ class DistributedOptimizer(Optimizer):
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone().reshape(1)
         self.dp_comm.allreduce(mean, "average")
         return mean[0].to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
+
+    @uncompiled
+    def require_same_replicas(self) -> None:
+        """Compare parameters and states, bit for bit, of all ranks that have copies of them. Collective.
+
+        Parameters have copies in stages 0 to 2, states in stage 0; shards of any stage have with shard_ranks.
+        cost     a pass over them, and two small messages
+        errors   DivergenceError on every rank, which names the first that differ; with three copies or more
+                 the rank whose own is not that of most
+        """
+        self.wait_for_parameters()
+        told = self._parts.norm.gathered(tuple(differences(self._replicated())))
+        found = sorted({each for of_rank in told for each in of_rank})
+        if found:
+            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+            raise DivergenceError(
+                f"replicas are not the same any more: {'; '.join(map(str, found[:4]))}{more}. A bit has "
+                "flipped there, or these ranks have stepped in another way than the rest; go on from the "
+                "last checkpoint"
+            )
+
+    def _replicated(self) -> Iterator[tuple[Communicator, str, Tensor]]:
+        """Yield what this rank has of what others have, too, with these others."""
+        comms, across = self.replica_comms, self.replica_comms.across
+
+        def sharers(parameter: Tensor, *, is_sharded: bool) -> Communicator | None:
+            replicas = info_of(parameter).replicas
+            return across(replicas) if is_sharded else comms.of(replicas)
+
+        own: Iterable[tuple[str, Tensor, Tensor]] = ((name, p, p) for name, p in self._named)
+        if self._sharding is not None:
+            own = ((piece.name, piece.parameter, values) for piece, values in self._sharding.own_pieces())
+        for name, parameter, values in own:
+            comm = sharers(parameter, is_sharded=self._sharding is not None)
+            if comm is not None:
+                yield comm, name, values
+        for piece, state in self.own_states():
+            comm = sharers(piece.parameter, is_sharded=self.zero_stage > 0)
+            for key, value in state.items():
+                if comm is not None and isinstance(value, Tensor):
+                    yield comm, f"{key} of {piece.name}", value
 
     @uncompiled
     def wait_for_parameters(self) -> None:

@@ -159,6 +159,7 @@ class TrainSection(Section):
     seed               of the order of the data, of dropout and of the process's random numbers
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
+    compare_every      steps between comparisons of what replicas hold, bit for bit; 0 = never
     held_out_batches   global batches of held-out text in one such loss
     precision          type of parameters and gradients; with bfloat16 and float16 the optimizer keeps float32
                        master weights, and float16 scales its loss
@@ -179,6 +180,7 @@ class TrainSection(Section):
     precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     threads: int | None = Field(default=None, gt=0)
     evaluate_every: int = Field(default=100, ge=0)
+    compare_every: int = Field(default=0, ge=0)
     held_out_batches: int = Field(default=8, gt=0)
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = Field(default=None, ge=0)

@@ -40,7 +40,7 @@ from hpcpar.training.hugging_face_start import with_hugging_face, without_readin
 from hpcpar.training.learning_rate import learning_rate
 from hpcpar.training.memory_check import require_memory
 from hpcpar.training.metrics import Metrics, balance_record
-from hpcpar.training.milestones import Milestones
+from hpcpar.training.milestones import Milestones, is_due
 from hpcpar.training.parallelize import parallelize_llama
 from hpcpar.training.pipelined import PipelinedModel
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
@@ -197,7 +197,8 @@ class Run:
 
         returns   steps done in all, and the last one's loss
         errors    DivergenceError on all ranks: once a checkpoint is saved, for optimizer.skip_limit steps in
-                  a row whose gradients are not finite; for a loss that is not, in a step that was taken
+                  a row whose gradients are not finite; for a loss that is not, in a step that was taken;
+                  for replicas that differ
 
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
@@ -211,6 +212,8 @@ class Run:
                 raise DivergenceError(
                     f"{error}. The state is saved in {checkpoint}, from which --resume goes on"
                 ) from error
+            if is_due(start + len(results), self.config.train.compare_every):
+                self.optimizer.require_same_replicas()
             self._ask_whether_to_stop(start + len(results))
         stop = start + len(results)
         losses = torch.stack([result.loss_share for result in results]).cpu()

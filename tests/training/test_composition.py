@@ -44,6 +44,7 @@ MODEL = (
     "train.global_batch=4",
     "train.microbatch=2",
     "train.evaluate_every=10",
+    "train.compare_every=5",
     "optimizer.clip_norm=0.2",
     "optimizer.epsilon=1e-4",
 )

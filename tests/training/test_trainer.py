@@ -473,6 +473,29 @@ def test_a_step_that_one_rank_breaks_is_left_out_by_all(
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+def test_a_flipped_bit_is_found_at_the_next_comparison(config_of: MakeConfig) -> None:
+    config = config_of("train.compare_every=2", "output.log_every=10", "train.global_batch=6")
+
+    def work(comm: Communicator) -> str:
+        run = Run(config, comm)
+        step = run._step
+
+        def flipping(number: int) -> Any:
+            if number == 2 and comm.rank == 1:
+                with torch.no_grad():
+                    next(run.model.parameters()).data.view(torch.int32)[0, 0] ^= 1 << 20
+            return step(number)
+
+        run._step = flipping  # type: ignore[method-assign]
+        with pytest.raises(DivergenceError) as caught:
+            run.train()
+        return str(caught.value)
+
+    (message,) = set(run_loopback(3, work))
+    assert message.startswith("replicas are not the same any more: ")
+    assert " on rank 1" in message
+
+
 def test_so_many_broken_steps_in_a_row_end_the_run_with_a_checkpoint_that_it_can_go_on_from(
     config_of: MakeConfig,
 ) -> None:
