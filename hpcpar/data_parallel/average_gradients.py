@@ -42,6 +42,7 @@ class AverageGradients:
         self._reducer = parts.reducer
         self._scaler = scaler
         self._overflow: bool | None = None
+        self._broken: list[str] | None = None
         self._zeroed: set[int] = set()
 
     # --- where they are ---------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class AverageGradients:
     def arrived(self) -> None:
         """Note that the reducer has just averaged them."""
         self.factor = 1.0 / self._scaler.scale
-        self._overflow, self.total = None, None
+        self._overflow, self._broken, self.total = None, None, None
         self._zeroed.clear()
         if self._parts.update is not None and isinstance(self._reducer, Reducer):
             self._reducer.hide()
@@ -75,7 +76,7 @@ class AverageGradients:
     def zero(self, *, set_to_none: bool) -> None:
         """Forget them, or fill them with zeros."""
         self._reducer.zero(set_to_none=set_to_none)
-        self.total = None
+        self._broken, self.total = None, None
         self._zeroed.clear()
 
     # --- `.grad` ----------------------------------------------------------------------------------
@@ -175,6 +176,8 @@ class AverageGradients:
                 f"the norm of the gradients is {total.item()}, on every rank; look for the first layer whose "
                 "output is not finite, or lower the learning rate"
             )
+        if not total.isfinite():
+            self.nonfinite_names()  # afterwards all may be NaN
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         # On a GPU, asking for the value would make the host wait; multiplying by 1 is cheaper there.
         if coefficient.device.type != "cpu" or not coefficient.item() >= 1:
@@ -195,6 +198,12 @@ class AverageGradients:
     def are_finite(self) -> bool:
         """True where no rank has a NaN or an infinity; all ranks agree. Collective."""
         return self._parts.norm.is_finite(self.flats)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the parameters of whose averages this rank has a NaN or an infinity, before any clipping."""
+        if self._broken is None:
+            self._broken = [name for name, _, average in self.named() if not average.isfinite().all()]
+        return self._broken
 
     def has_overflow(self) -> bool:
         """True where a scaled loss's gradients, as they arrived, are too large for their type. Collective."""

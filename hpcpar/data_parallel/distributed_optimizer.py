@@ -543,8 +543,7 @@ class DistributedOptimizer(Optimizer):
     def _nonfinite_gradients(self) -> NonfiniteGradients:
         """Return who brought what to averages that are not finite. Collective."""
         place = {name: number for number, (name, _) in enumerate(self._named)}
-        own = [name for name, _, gradient in self.named_gradients() if not gradient.isfinite().all()]
-        first = min(((place[name], name) for name in own), default=None)
+        first = min(((place[name], name) for name in self._averages.nonfinite_names()), default=None)
         rank = self.dp_comm.world_ranks[self.dp_comm.rank]
         told = self._parts.norm.gathered((rank, first, self.reducer.sent_nonfinite))
         parameters = sorted((*first, rank) for rank, first, _ in told if first is not None)

@@ -79,6 +79,20 @@ def test_what_one_rank_brings_is_skipped_by_all_and_it_is_named(
     assert "the average gradient of 0.weight is not finite: NaN or infinity came from rank 1" in line
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_does_not_hide_which_parameter_it_was(stage: int, broken: float) -> None:
+    def body(comm: Communicator) -> NonfiniteGradients | None:
+        model, optimizer = distributed(comm, stage, None)
+        model[2].bias.register_hook(lambda gradient: gradient * broken)  # type: ignore[index, union-attr]
+        backward(model, optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        return optimizer.last_skip
+
+    assert run_loopback(2, body) == [NonfiniteGradients("2.bias", (0, 1))] * 2
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_of_many_microbatches_one_is_enough(stage: int) -> None:
     def body(comm: Communicator) -> NonfiniteGradients | None:
