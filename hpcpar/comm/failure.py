@@ -65,6 +65,9 @@ class FailureHooks:
                 if threading.current_thread() is threading.main_thread() and _is_outermost():
                     hooks._exit_status = _status_of(self.code)
 
+            def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
+                return SystemExit, self.args  # as what a process pool's worker sends
+
         def noted_exit(status: object = None, /) -> NoReturn:
             raise NotedExit(status) if status is not None else NotedExit
 

@@ -188,11 +188,12 @@ def test_a_status_that_says_failure_is_heard_whatever_the_others_do(tmp_path, ru
 def test_an_exit_that_was_caught_is_none(tmp_path, run_ranks):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, time, hpcpar\n"
+        "import pickle, sys, time, hpcpar\n"
         "world = hpcpar.init()\n"
         "for work in (sys.exit, lambda: sys.exit(3)):\n"
         "    try:\n        work()\n"
-        "    except SystemExit as error:\n        print('caught', error.code)\n"
+        "    except SystemExit as error:\n"
+        "        print('caught', pickle.loads(pickle.dumps(error)).code)\n"
         "time.sleep(2 * world.rank)\n"
     )
     done = run_ranks(2, str(script))
