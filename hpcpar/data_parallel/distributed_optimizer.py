@@ -577,8 +577,8 @@ class DistributedOptimizer(Optimizer):
             more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
             raise DivergenceError(
                 f"replicas are not the same any more: {'; '.join(map(str, found[:4]))}{more}. A bit has "
-                "flipped there, or these ranks have stepped in another way than the rest; go on from the "
-                "last checkpoint"
+                "flipped there, or these ranks have stepped in another way than the rest: go on from a "
+                "checkpoint of before"
             )
 
     def _replicated(self) -> Iterator[tuple[Communicator, str, Tensor]]:

@@ -196,9 +196,9 @@ class Run:
         """Train steps start … stop - 1, or fewer if the run is to stop.
 
         returns   steps done in all, and the last one's loss
-        errors    DivergenceError on all ranks: once a checkpoint is saved, for optimizer.skip_limit steps in
-                  a row whose gradients are not finite; for a loss that is not, in a step that was taken;
-                  for replicas that differ
+        errors    DivergenceError on all ranks, and no checkpoint: for optimizer.skip_limit steps in a row
+                  whose gradients are not finite; for a loss that is not, in a step that was taken; for
+                  replicas that differ
 
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
@@ -207,13 +207,13 @@ class Run:
         while not results or (start + len(results) < stop and not self._is_to_stop):
             try:
                 results.append(self._watched_step(start + len(results)))
+                if is_due(start + len(results), self.config.train.compare_every):
+                    self.optimizer.require_same_replicas()
             except DivergenceError as error:
-                checkpoint = self.save(start + len(results) + 1)
                 raise DivergenceError(
-                    f"{error}. The state is saved in {checkpoint}, from which --resume goes on"
+                    f"step {start + len(results)}: {error}. --resume goes on from the newest checkpoint in "
+                    f"{self.directory.checkpoints}"
                 ) from error
-            if is_due(start + len(results), self.config.train.compare_every):
-                self.optimizer.require_same_replicas()
             self._ask_whether_to_stop(start + len(results))
         stop = start + len(results)
         losses = torch.stack([result.loss_share for result in results]).cpu()

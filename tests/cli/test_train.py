@@ -130,7 +130,8 @@ def test_training_that_diverges_is_said_in_one_line(config: Path, monkeypatch: p
         monkeypatch, str(config), "optimizer.name=sgd", "optimizer.learning_rate=1e30", "train.steps=20"
     )
     assert result.return_value == FAILED
-    assert result.stderr.startswith("hpcpar train: the loss of step ")
+    assert result.stderr.startswith("hpcpar train: step ")
+    assert "NaN or infinity came from rank 0; that was number 10 of such steps in a row" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -492,14 +492,14 @@ def test_a_flipped_bit_is_found_at_the_next_comparison(config_of: MakeConfig) ->
         return str(caught.value)
 
     (message,) = set(run_loopback(3, work))
-    assert message.startswith("replicas are not the same any more: ")
+    assert message.startswith("step 4: replicas are not the same any more: ")
     assert " on rank 1" in message
 
 
-def test_so_many_broken_steps_in_a_row_end_the_run_with_a_checkpoint_that_it_can_go_on_from(
+def test_so_many_broken_steps_in_a_row_end_the_run_which_can_go_on_from_the_last_checkpoint(
     config_of: MakeConfig,
 ) -> None:
-    config = config_of("output.log_every=10", "optimizer.skip_limit=2")
+    config = config_of("output.log_every=10", "output.checkpoint_every=2", "optimizer.skip_limit=2")
 
     def work(comm: Communicator) -> tuple[str, bool]:
         run = broken_on_rank_1(Run(config, comm), at=[1, 3, 4, 5])
@@ -507,14 +507,16 @@ def test_so_many_broken_steps_in_a_row_end_the_run_with_a_checkpoint_that_it_can
             run.train()
         saved = [parameter.detach().clone() for parameter in run.model.parameters()]
         again = Run(config, comm, resume=True)
-        assert again.first_step == 5
+        assert again.first_step == 4
         return str(caught.value), all(map(torch.equal, saved, again.model.parameters()))
 
     found = run_loopback(2, work)
     message = found[0][0]
     assert set(found) == {(message, True)}
     assert "came from rank 1; that was number 2 of such steps in a row" in message
-    assert "step-00000005" in message
+    assert message.startswith("step 4: ")
+    names = sorted(path.name for path in (config.output.directory / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
 
 
 def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
