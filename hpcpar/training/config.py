@@ -210,8 +210,8 @@ class OptimizerSection(Section):
     muon_scale     of muon's updates: match_rms_adamw makes them as large as AdamW's, so that its learning
                    rate and weight decay fit (arXiv 2502.16982); original is Jordan's, for rates as 0.02
     clip_norm      largest norm of the whole gradient; 0 = no clipping
-    skip_limit     steps in a row whose gradients are NaN or infinite, after which the run ends. All ranks leave
-                   such steps out
+    skip_limit     steps in a row whose gradients are NaN or infinite, after which the run ends. All ranks
+                   leave such steps out
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
                    start sooner
