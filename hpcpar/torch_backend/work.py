@@ -238,8 +238,7 @@ class DrivenFuture(Future[Any]):
         return super().wait()
 
     def value(self) -> Any:
-        if not self.is_set:
-            self._drive()
+        self.wait()  # another thread may be about to complete it
         return super().value()
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
