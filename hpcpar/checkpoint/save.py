@@ -115,8 +115,6 @@ def save(
                 _refuse_to_replace_a_sound_one(final, broken)
                 naming.close()
                 _after_naming(final, broken, keep)
-                if broken is None:
-                    restart.leave_word(restart.SAVED)
     return final
 
 
@@ -344,8 +342,10 @@ def _write_common(
 
 
 def _after_naming(final: Path, broken: str | None, keep: int | None) -> None:
-    """Warn of non-finite values, and prune: only now, when the new checkpoint is safely on the disk."""
-    if broken is not None:
+    """Tell of progress or of non-finite values, and prune, now that the checkpoint is safely on the disk."""
+    if broken is None:
+        restart.leave_word(restart.SAVED)
+    else:
         logger.warning("%s; loading passes over it", not_finite(final))
     if keep is not None:
         prune(final.parent, newest=final, keep=keep)

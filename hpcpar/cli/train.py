@@ -166,22 +166,21 @@ def _train(
     from hpcpar.training import runs
 
     logging.basicConfig(level=logging.WARNING, format=f"[{world.rank}/{world.size}] %(message)s")
-    restarts = {
-        "Slurm started this job again (SLURM_RESTART_COUNT": slurm.restarts(),
-        f"hpcpar run started this job again ({restart.COUNT}": restart.count(),
-    }
-    for told, number in restarts.items():
-        if number and not resume and world.rank == 0:
-            click.echo(f"{told}={number}): as with --resume")
+    for starter, variable, number in (
+        ("Slurm", "SLURM_RESTART_COUNT", slurm.restarts()),
+        ("hpcpar run", restart.COUNT, restart.count()),
+    ):
+        if number and not resume:
+            resume = True
+            if world.rank == 0:
+                click.echo(f"{starter} started this job again ({variable}={number}): as with --resume")
     try:
         configs = asked.stages(world)
         preemption = _preemption(configs[0].train.preemptible, world, early, stack)
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK
-    stages = runs(
-        configs, world, resume=resume or any(restarts.values()), console=own_console(), preemption=preemption
-    )
+    stages = runs(configs, world, resume=resume, console=own_console(), preemption=preemption)
     steps_done = 0
     while (result := _train_next(stages, world, preemption)) is not None:
         if isinstance(result, int):

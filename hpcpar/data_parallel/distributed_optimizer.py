@@ -3,13 +3,14 @@
 builder.py             makes its parts, one function per ZeRO stage
 average_gradients.py   what is read, clipped and stepped on
 state_dict.py          states, whole or by this rank's pieces
+nonfinite.py           whether a step is taken, by whether all gradients are finite
+compare_replicas.py    whether replicas hold the same bits
 guards.py              what is refused, and why
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,12 +32,12 @@ from hpcpar.data_parallel.average_gradients import AverageGradients
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from hpcpar.data_parallel.builder import Builder, OptimizerOptions
 from hpcpar.data_parallel.combined_optimizer import has_muon
-from hpcpar.data_parallel.compare_replicas import differences
+from hpcpar.data_parallel.compare_replicas import replicated, require_same
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.held_gradient import HeldGradient
 from hpcpar.data_parallel.matrix_step import is_divided, matrices_of
-from hpcpar.data_parallel.nonfinite import NonfiniteGradients
+from hpcpar.data_parallel.nonfinite import NonfiniteCheck, NonfiniteGradients
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Named, OwnPiece, distinct
 from hpcpar.data_parallel.precision import LossScaler, Precision
@@ -50,8 +51,7 @@ from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
-from hpcpar.errors import DivergenceError, OffloadError, OperationError
-from hpcpar.parameter_info import info_of
+from hpcpar.errors import OffloadError, OperationError
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes, maps_nbytes, replicas_nbytes
 from hpcpar.uncompiled import uncompiled
 
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
 SplitOver = Mapping[str, Sequence["Communicator"]]
-
-logger = logging.getLogger(__name__)
 
 
 class DistributedOptimizer(Optimizer):
@@ -188,8 +186,6 @@ class DistributedOptimizer(Optimizer):
         self.backward_passes_per_step = guards.checked_passes(backward_passes_per_step)
         self._note_split_over(split_over or {})
         self.scaler = LossScaler(None if self.precision is None else self.precision.loss_scale)
-        self.last_skip: NonfiniteGradients | None = None
-        """Why the last `step` was skipped; None: it was taken."""
         self._options = OptimizerOptions(
             zero_stage=self.zero_stage,
             precision=self.precision,
@@ -241,6 +237,9 @@ class DistributedOptimizer(Optimizer):
         )
         self._claim()
         self._averages = AverageGradients(self._parts, self.scaler, self.zero_stage)
+        self._nonfinite = NonfiniteCheck(
+            self._named, self._parts, self._averages, self.scaler, self._options, self.dp_comm
+        )
         self._versions = self._versions_now()
 
     def _reduction(self, averaging: Averaging) -> Reduction:
@@ -455,6 +454,11 @@ class DistributedOptimizer(Optimizer):
 
     # --- steps ------------------------------------------------------------------------------------
 
+    @property
+    def last_skip(self) -> NonfiniteGradients | None:
+        """Why the last `step` was skipped; None: it was taken."""
+        return self._nonfinite.found
+
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the inner optimizer on averaged gradients; collective.
@@ -474,7 +478,7 @@ class DistributedOptimizer(Optimizer):
             self.reducer.used_up = any(self.reducer.used)
         elif closure is None:
             self.synchronize()
-            outcome = None if self._is_skipped() else self.inner.step()
+            outcome = None if self._nonfinite.skips_step() else self.inner.step()
         else:
             outcome = self.inner.step(lambda: self._averaged(closure))
         self.reducer.next_step()
@@ -484,7 +488,7 @@ class DistributedOptimizer(Optimizer):
         averages, allgather = self._averages, self._parts.allgather
         guards.refuse_own_gradients(self.reducer, self.zero_stage)
         guards.refuse_replaced(update, self.reducer.names)
-        if self._is_skipped():
+        if self._nonfinite.skips_step():
             return
         allgather.before_step()
         failure: OffloadError | None = None
@@ -500,57 +504,6 @@ class DistributedOptimizer(Optimizer):
             allgather.wait()
         # Post-step hooks may look at parameters, and write to them.
         update.call_post_hooks(allgather.wait)
-
-    def _is_skipped(self) -> bool:
-        """Return whether all ranks skip a step whose gradients are not finite; DivergenceError by default."""
-        options, scaler = self._options, self.scaler
-        found = self.last_skip = self._what_forbids_a_step()
-        scaler.update(overflow=found is not None)
-        if found is None:
-            return False
-        if options.nonfinite == "error" and not scaler.is_scaling:
-            raise DivergenceError(
-                f"{found}, so no rank has taken the step, and parameters are as they were. Look for the "
-                "first layer or sample whose output is not finite, or lower the learning rate; "
-                'nonfinite="skip" leaves such steps out on all ranks, nonfinite="step" takes them, as torch '
-                "does"
-            )
-        if scaler.in_a_row >= options.skip_limit:
-            raise DivergenceError(
-                f"{found}; that was number {scaler.in_a_row} of such steps in a row (skip_limit). No rank "
-                "has taken them, and parameters are as they were before. Look for the first layer or sample "
-                "whose output is not finite, or lower the learning rate"
-            )
-        if self.dp_comm.world_ranks[self.dp_comm.rank] == min(
-            found.ranks, default=self.dp_comm.world_ranks[0]
-        ):
-            scale = f"; the loss scale is {scaler.scale:g} now" if scaler.is_scaling else ""
-            logger.warning("a step is skipped (%d so far): %s%s", scaler.skipped, found, scale)
-        return True
-
-    def _what_forbids_a_step(self) -> NonfiniteGradients | None:
-        averages = self._averages
-        if self.scaler.is_scaling:
-            return self._nonfinite_gradients() if averages.has_overflow() else None
-        if self._options.nonfinite == "step" or (averages.total is not None and averages.total.isfinite()):
-            return None
-        is_due = self.update is not None or any(p.grad is not None for p in self.reducer.parameters)
-        if not is_due or (averages.total is None and averages.are_finite()):
-            return None
-        found = self._nonfinite_gradients()
-        return None if found.parameter is None else found  # gradients may be finite, and their norm not
-
-    def _nonfinite_gradients(self) -> NonfiniteGradients:
-        """Return who brought what to averages that are not finite. Collective."""
-        place = {name: number for number, (name, _) in enumerate(self._named)}
-        first = min(((place[name], name) for name in self._averages.nonfinite_names()), default=None)
-        rank = self.dp_comm.world_ranks[self.dp_comm.rank]
-        told = self._parts.norm.gathered((rank, first, self.reducer.sent_nonfinite))
-        parameters = sorted((*first, rank) for rank, first, _ in told if first is not None)
-        return NonfiniteGradients(
-            parameters[0][1] if parameters else None,
-            tuple(sorted(rank for rank, _, sent in told if sent)),
-        )
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         """Run the closure; leave average gradients, and return the average loss in the type it gave."""
@@ -571,36 +524,14 @@ class DistributedOptimizer(Optimizer):
                  the rank whose own is not that of most
         """
         self.wait_for_parameters()
-        told = self._parts.norm.gathered(tuple(differences(self._replicated())))
-        found = sorted({each for of_rank in told for each in of_rank})
-        if found:
-            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-            raise DivergenceError(
-                f"replicas are not the same any more: {'; '.join(map(str, found[:4]))}{more}. A bit has "
-                "flipped there, or these ranks have stepped in another way than the rest: go on from a "
-                "checkpoint of before"
-            )
-
-    def _replicated(self) -> Iterator[tuple[Communicator, str, Tensor]]:
-        """Yield what this rank has of what others have, too, with these others."""
-        comms, across = self.replica_comms, self.replica_comms.across
-
-        def sharers(parameter: Tensor, *, is_sharded: bool) -> Communicator | None:
-            replicas = info_of(parameter).replicas
-            return across(replicas) if is_sharded else comms.of(replicas)
-
-        own: Iterable[tuple[str, Tensor, Tensor]] = ((name, p, p) for name, p in self._named)
-        if self._sharding is not None:
-            own = ((piece.name, piece.parameter, values) for piece, values in self._sharding.own_pieces())
-        for name, parameter, values in own:
-            comm = sharers(parameter, is_sharded=self._sharding is not None)
-            if comm is not None:
-                yield comm, name, values
-        for piece, state in self.own_states():
-            comm = sharers(piece.parameter, is_sharded=self.zero_stage > 0)
-            for key, value in state.items():
-                if comm is not None and isinstance(value, Tensor):
-                    yield comm, f"{key} of {piece.name}", value
+        held = replicated(
+            self._named,
+            self._sharding,
+            self.own_states(),
+            self.replica_comms,
+            shards_states=self.zero_stage > 0,
+        )
+        require_same(held, self._parts.norm)
 
     @uncompiled
     def wait_for_parameters(self) -> None:

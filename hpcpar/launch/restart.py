@@ -58,7 +58,7 @@ class Restarts:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the next attempt is told: nothing where it starts anew, as no earlier one saved anything."""
+        """Return the variables of the next attempt; none where no earlier one has saved: it starts anew."""
         return {COUNT: str(self.done)} if self._goes_on else {}
 
     def again(

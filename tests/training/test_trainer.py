@@ -4,6 +4,7 @@ import io
 import json
 import math
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -517,6 +518,18 @@ def test_so_many_broken_steps_in_a_row_end_the_run_which_can_go_on_from_the_last
     assert message.startswith("step 4: ")
     names = sorted(path.name for path in (config.output.directory / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000004"]
+
+
+def test_an_infinite_loss_of_a_step_that_was_taken_ends_the_run_on_every_rank(config_of: MakeConfig) -> None:
+    def work(comm: Communicator) -> str:
+        run = Run(config_of(), comm)
+        step = run._step
+        run._step = lambda number: replace(step(number), loss_share=torch.tensor(math.inf))  # type: ignore[method-assign]
+        with pytest.raises(DivergenceError, match="the loss of step 0 is inf") as caught:
+            run.train()
+        return str(caught.value)
+
+    assert len(set(run_loopback(2, work))) == 1
 
 
 def test_a_held_out_loss_that_is_no_number_ends_the_run_before_it_is_saved(config_of: MakeConfig) -> None:
