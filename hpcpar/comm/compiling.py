@@ -164,8 +164,11 @@ def compile_collective(
     work_chunks = algorithm.work_chunks(calls.size)
     if work_chunks:
         cut, spaces = _with_work(cut, spaces, work_chunks)
-    reads_input = arguments.reads_input and _can_read_input(calls, algorithm, arguments.root or 0, segments)
-    arguments.reads_input = reads_input and not isinstance(whole, DeviceBuffer)
+    arguments.reads_input = (
+        arguments.reads_input
+        and not isinstance(whole, DeviceBuffer)
+        and _can_read_input(calls, algorithm, arguments.root or 0, segments)
+    )
     bound = algorithm, calls.rank, calls.size, arguments.root or 0, segments, cut, calls.transport.nodes
     kept = arguments.kept
     planned = plan(*bound, reads_input=arguments.reads_input and arguments.lent is not None)
@@ -311,10 +314,11 @@ def _bind_device_steps(
     devices, whole = calls.runtime.devices, next(iter(spaces.values()))
     assert devices is not None, "no array is seen as a device's without them"
     assert isinstance(whole, DeviceBuffer)
-    steps = device_steps(devices, calls.transport, calls.mailroom, planned, spaces, arguments.op, tag)
-    keep = partial(whole.queue.afterwards, lambda: spaces)
+    steps, end = device_steps(devices, calls.transport, calls.mailroom, planned, spaces, arguments.op, tag)
+    # Whoever begins with it may be in another thread than this one.
+    first = [whole.queue.use, *arguments.first] if arguments.first else ()
     compiled.executor = StepSequence(
-        [native.PostedStep(step) for step in steps], arguments.first, [*arguments.last, keep]
+        [native.PostedStep(step) for step in steps], first, [*arguments.last, end]
     )
     compiled.is_cached = False
     compiled.lead = partial(lead_caller, whole)

@@ -22,6 +22,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpcpar.comm.blocks import Action
 from hpcpar.comm.devices import Devices, Reach
 from hpcpar.comm.executors.native import Posted
 from hpcpar.comm.plan import Message, Plan, PlannedStep, Run, lands_in_place
@@ -57,13 +58,11 @@ def device_steps(
     spaces: Spaces,
     op: str,
     tag: int,
-) -> Sequence[Posted]:
-    """A plan bound to device memory for one call."""
-    first = next(iter(spaces.values()))
-    assert isinstance(first, DeviceBuffer)
-    course = Course(devices, transport, mailroom, first.queue, tag)
+) -> tuple[Sequence[Posted], Action]:
+    """A plan bound to device memory for one call, and what is to be done when all is given to the queue."""
+    course = Course(devices, transport, mailroom, spaces, tag)
     steps = [DeviceStep(course, step, spaces, op) for step in planned.steps]
-    return [*steps, DeviceStep(course, PlannedStep((), (), ()), spaces, op, is_last=True)]
+    return [*steps, DeviceStep(course, PlannedStep((), (), ()), spaces, op, is_last=True)], course.end
 
 
 class Course:
@@ -74,9 +73,12 @@ class Course:
     """
 
     def __init__(
-        self, devices: Devices, transport: Transport, mailroom: Mailroom, queue: Queue, tag: int
+        self, devices: Devices, transport: Transport, mailroom: Mailroom, spaces: Spaces, tag: int
     ) -> None:
-        self.queue = queue
+        first = next(iter(spaces.values()))
+        assert isinstance(first, DeviceBuffer)
+        self.queue = first.queue
+        self._spaces = spaces
         self._devices = devices
         self._transport = transport
         self._mailroom = mailroom
@@ -89,10 +91,6 @@ class Course:
     def is_pulled(self, peer: int) -> bool:
         """True if messages between this rank and a peer are pulled."""
         return self._reach(peer) == "pull"
-
-    def use_device(self) -> None:
-        """Make the queue's GPU that of this thread, which may be another than the one that made the call."""
-        self.queue.cuda.use(self.queue.ordinal)
 
     def poll(self) -> None:
         self._mailroom.poll()
@@ -137,15 +135,12 @@ class Course:
         self._devices.event_imports.release(event)
 
     def end(self) -> None:
-        """All is given to the queue; what was opened of peers is in use until that is done."""
-        imports, opened = self._devices.imports, self._opened
-        if opened:
+        """Keep memory until the queue has done what it was given: the call's, by this object, and peers'."""
+        self.queue.afterwards(self._release)
 
-            def release() -> None:
-                for memory in opened:
-                    imports.release(memory)
-
-            self.queue.afterwards(release)
+    def _release(self) -> None:
+        for memory in self._opened:
+            self._devices.imports.release(memory)
 
     def thank(self, read: Iterable[tuple[int, Token]]) -> None:
         """Tell peers that what they showed has been read, once the queue has come so far.
@@ -265,7 +260,7 @@ class DeviceStep:
     def test(self) -> bool:
         if self._course_run is None:
             return True
-        self._course.use_device()
+        self._course.queue.use()  # this thread may be another than the one that made the call
         self._course.poll()
         for exchange in self._exchanges:
             exchange.test()  # while a token is waited for, too: its rank may wait for what is sent here
@@ -289,7 +284,6 @@ class DeviceStep:
         course, planned, spaces = self._course, self._planned, self._spaces
         if self._is_last:
             yield from course.until_read(None)
-            course.end()
             return
         yield from course.until_read([_extent(spaces, run) for run in self._written()])
         for source, target in planned.copies:

@@ -63,6 +63,7 @@ class Devices:
         """Queue of the next call, or message, on a device; None: for an array that lies on none."""
         if ordinal is None:
             ordinal = self.ordinal
+        self.cuda.use(ordinal)
         for queue in queues_of_thread().values():
             queue.look()  # arrays of earlier calls are kept till then
         turn = next(self._turns) % QUEUES
@@ -105,6 +106,7 @@ def _open_shown(imports: Imports, descriptor: bytes, queues: Collection[Queue]) 
 
 def lead_caller(buffer: DeviceBuffer) -> None:
     """Make the caller's current stream wait for the buffer's queue."""
+    buffer.queue.use()
     buffer.queue.lead(buffer.elements())
 
 

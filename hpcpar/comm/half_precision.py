@@ -176,7 +176,6 @@ def _convert_on_device(
 ) -> None:
     """Queue a kernel for target = source × factor ÷ divisor; factor and division are of the wider type."""
     queue = target.queue
-    queue.cuda.use(queue.ordinal)
     queue.kernels.convert(
         target.dtype,
         target.address,

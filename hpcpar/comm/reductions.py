@@ -259,7 +259,6 @@ def _fold_on_device(
 ) -> None:
     """`fold` by a kernel, given to the queue."""
     queue = into.queue
-    queue.cuda.use(queue.ordinal)
     queue.kernels.fold(
         op,
         into.dtype,

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections import deque
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ class Kind(IntEnum):
     READ = 0x44
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """Message of one host to another.
 
     number   of these bytes among all that the one who offers them has offered
@@ -66,24 +64,25 @@ _FORM = struct.Struct(f"={len(_MAGIC)}sBQQH{DESCRIPTOR_NBYTES}sH{DESCRIPTOR_NBYT
 
 
 class TokenTicket:
-    """A token that was asked for, of this number or of any; None until it is here."""
+    """A token that was asked for, of this kind, and of this number or of any; None until it is here."""
 
-    __slots__ = ("number", "token")
+    __slots__ = ("kind", "number", "token")
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, kind: Kind, number: int | None) -> None:
+        self.kind = kind
         self.number = number
         self.token: Token | None = None
 
     def is_for(self, token: Token) -> bool:
-        return self.number is None or self.number == token.number
+        return self.kind == token.kind and self.number in (None, token.number)
 
 
 class _Box:
     """Tokens from one peer under one tag: those asked for, and those that came before they were."""
 
     def __init__(self) -> None:
-        self.asked: dict[Kind, deque[TokenTicket]] = {kind: deque() for kind in Kind}
-        self.early: dict[Kind, deque[Token]] = {kind: deque() for kind in Kind}
+        self.asked: list[TokenTicket] = []
+        self.early: list[Token] = []
         self.landing = np.empty(_FORM.size, dtype=np.uint8)
         self.receive: Exchange | None = None
 
@@ -111,18 +110,20 @@ class Mailroom:
     def ask(self, peer: int, tag: int, kind: Kind, number: int | None = None) -> TokenTicket:
         """The next token of this kind from a peer, in the order of the asking, or the one of this number."""
         box = self._boxes.setdefault((peer, tag), _Box())
-        ticket = TokenTicket(number)
-        early = box.early[kind]
-        ticket.token = next((token for token in early if ticket.is_for(token)), None)
+        ticket = TokenTicket(kind, number)
+        ticket.token = next((token for token in box.early if ticket.is_for(token)), None)
         if ticket.token is None:
-            box.asked[kind].append(ticket)
+            box.asked.append(ticket)
         else:
-            early.remove(ticket.token)
+            box.early.remove(ticket.token)
         return ticket
 
     def offered(self, tag: int) -> int | None:
         """A peer whose bytes under this tag are ready, and were not asked for; None: there is none."""
-        return next((p for (p, t), box in self._boxes.items() if t == tag and box.early[Kind.READY]), None)
+        for (peer, its_tag), box in self._boxes.items():
+            if its_tag == tag and any(token.kind == Kind.READY for token in box.early):
+                return peer
+        return None
 
     def poll(self) -> None:
         """Receive what has come; never waits.
@@ -131,19 +132,18 @@ class Mailroom:
         """
         self._leaving = [(exchange, octets) for exchange, octets in self._leaving if not exchange.test()]
         for (peer, tag), box in list(self._boxes.items()):
-            while any(box.asked.values()):
+            while box.asked:
                 if box.receive is None:
                     box.receive = self._transport.start([], [(box.landing, peer)], tag)
                 if not box.receive.test():
                     break
                 box.receive = None
                 token = Token.unpacked(box.landing, peer)
-                asked = box.asked[token.kind]
-                ticket = next((ticket for ticket in asked if ticket.is_for(token)), None)
+                ticket = next((ticket for ticket in box.asked if ticket.is_for(token)), None)
                 if ticket is None:
-                    box.early[token.kind].append(token)
+                    box.early.append(token)
                 else:
-                    asked.remove(ticket)
+                    box.asked.remove(ticket)
                     ticket.token = token
-            if not any(box.asked.values()) and not any(box.early.values()):
+            if not box.asked and not box.early:
                 del self._boxes[peer, tag]

@@ -72,7 +72,6 @@ class Mark:
     def is_past(self) -> bool:
         if self._event is None:
             return True
-        self._queue.cuda.use(self._queue.ordinal)
         if self._queue.cuda.is_complete(self._event):
             self._queue.events.append(self._event)
             self._event = None
@@ -99,6 +98,8 @@ class _Scratch:
 class Queue:
     """A stream of ours on one GPU, with memory and events of its own; for one thread at a time.
 
+    Whoever starts a call in a thread, or goes on with one, calls `use` first.
+
     events   free ones, that stay within the process
     """
 
@@ -119,6 +120,10 @@ class Queue:
         """The kernels of this queue's device."""
         return self._kernels(self.ordinal)
 
+    def use(self) -> None:
+        """Make the queue's device that of this thread."""
+        self.cuda.use(self.ordinal)
+
     def follow(self, stream: int) -> None:
         """Make later work of this queue wait for all work given to the stream so far."""
         self._order(first=stream, then=self.stream)
@@ -128,7 +133,6 @@ class Queue:
         self._order(first=self.stream, then=stream)
 
     def _order(self, *, first: int, then: int) -> None:
-        self.cuda.use(self.ordinal)
         event = self._event()
         self.cuda.record(event, first)
         self.cuda.wait(then, event)
@@ -136,14 +140,12 @@ class Queue:
 
     def mark(self) -> Mark:
         """Mark the present end of the queue."""
-        self.cuda.use(self.ordinal)
         event = self._event()
         self.cuda.record(event, self.stream)
         return Mark(self, event)
 
     def publish(self) -> int:
         """An interprocess event for all that was given so far: for peers who wait for it soon."""
-        self.cuda.use(self.ordinal)
         if len(self._published) < INTERPROCESS_EVENTS:
             self._published.append(self.cuda.event(interprocess=True))
         event = self._published[self._turn % len(self._published)]
@@ -153,17 +155,14 @@ class Queue:
 
     def wait(self, event: int) -> None:
         """Make later work of this queue wait for an event."""
-        self.cuda.use(self.ordinal)
         self.cuda.wait(self.stream, event)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy between addresses, of the device or of pinned host memory."""
-        self.cuda.use(self.ordinal)
         self.cuda.copy(target, source, nbytes, self.stream)
 
     def synchronize(self) -> None:
         """Return when all that was given is done."""
-        self.cuda.use(self.ordinal)
         self.cuda.synchronize(self.stream)
 
     def take(self, nbytes: int) -> DeviceOctets:
@@ -198,19 +197,18 @@ class Queue:
 
     def _allocated(self, nbytes: int) -> tuple[int, int]:
         """A new piece; where the device is full, what lies idle in this thread's queues makes room for it."""
-        self.cuda.use(self.ordinal)
         try:
             return self.cuda.alloc(nbytes), nbytes
         except CudaError:
             for queue in {self, *queues_of_thread().values()}:
                 queue.give_back()
-            self.cuda.use(self.ordinal)
+            self.use()
             return self.cuda.alloc(nbytes), nbytes
 
     def _free_one(self, piece: tuple[int, int]) -> None:
         """ValueError if somebody else has taken it."""
         self._free.remove(piece)
-        self.cuda.use(self.ordinal)
+        self.use()
         self.cuda.free(piece[0])
 
     def afterwards(self, call: Callable[[], object]) -> None:
@@ -218,7 +216,6 @@ class Queue:
 
         What it refers to is kept until then.
         """
-        self.look()
         self._due.append((self.mark(), call))
 
     def look(self) -> None:
