@@ -25,6 +25,7 @@ import numpy as np
 
 from hpcpar.errors import CudaError, OperationError
 from hpcpar.transport.buffers import DTYPES
+from hpcpar.units import format_nbytes
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -49,7 +50,7 @@ _ITEMSIZES = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for nam
 
 
 class Kernels:
-    """Arithmetic on the memory of one device, compiled and launched by CuPy."""
+    """Arithmetic on the memory of one device, compiled and launched by CuPy, and memory of CuPy's for it."""
 
     def __init__(self, ordinal: int) -> None:
         try:
@@ -62,8 +63,21 @@ class Kernels:
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
         self._most_blocks = BLOCKS_PER_PROCESSOR * self._device.attributes["MultiProcessorCount"]
+        # One of our own: the user's may be of a kind that other processes cannot be shown.
+        self._pool = cupy.cuda.MemoryPool()
         self._compiled: dict[tuple[str, ...], Any] = {}
         self._streams: dict[int, Any] = {}
+
+    def memory(self, nbytes: int, stream: int) -> Any:
+        """Memory for work in `stream`, at its `ptr`: free for later work there with its last reference.
+
+        errors   CudaError where the device is full
+        """
+        with self._device, self._stream(stream):
+            try:
+                return self._pool.malloc(max(1, nbytes))
+            except self._cupy.cuda.memory.OutOfMemoryError as error:
+                raise CudaError(f"{format_nbytes(nbytes)} of scratch memory for a call: {error}") from error
 
     def fold(
         self,
@@ -114,7 +128,7 @@ class Kernels:
         """Once for each of the arguments."""
         kernel = self._compiled.get(defined) or self._compile(name, defined)
         grid = (min(blocks, self._most_blocks),)
-        with self._device, self._streams.get(stream) or self._stream(stream):
+        with self._device, self._stream(stream):
             for arguments in found:
                 # CuPy passes a NumPy array of one element by value, whatever that element is.
                 by_value = np.frombuffer(arguments, dtype=f"V{len(arguments)}")
@@ -126,7 +140,7 @@ class Kernels:
         return self._compiled.setdefault(defined, module.get_function(name))
 
     def _stream(self, address: int) -> Any:
-        return self._streams.setdefault(address, cupy_stream(address))
+        return self._streams.get(address) or self._streams.setdefault(address, cupy_stream(address))
 
 
 def cupy_stream(address: int) -> Any:

@@ -7,22 +7,15 @@ the one in which the caller goes on, so that neither side ever blocks the host.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
-from hpcpar.errors import CudaError
 from hpcpar.transport.buffers import octets_at
 from hpcpar.transport.gpu.cuda_driver import CudaDriver
 from hpcpar.transport.gpu.kernels import Kernels
 from hpcpar.transport.interface import Octets
-
-SMALLEST_SCRATCH_NBYTES = 256 * 1024
-KEPT = 8
-"""Free pieces of scratch memory that a queue keeps."""
 
 INTERPROCESS_EVENTS = 64
 """Events of a queue, used in turn. One that is recorded again too early makes a peer wait longer, never less,
@@ -78,23 +71,6 @@ class Mark:
         return self._event is None
 
 
-class _Scratch:
-    """A piece of a queue's own memory, which goes back to it with the last reference.
-
-    Whoever takes it next uses it in the same queue, and so after whoever had it before.
-    """
-
-    __slots__ = ("address", "nbytes", "queue")
-
-    def __init__(self, queue: Queue, address: int, nbytes: int) -> None:
-        self.queue = queue
-        self.address = address
-        self.nbytes = nbytes
-
-    def __del__(self) -> None:
-        self.queue.take_back(self.address, self.nbytes)
-
-
 class Queue:
     """A stream of ours on one GPU, with memory and events of its own; for one thread at a time.
 
@@ -112,7 +88,6 @@ class Queue:
         self.events: list[int] = []
         self._published: list[int] = []
         self._turn = 0
-        self._free: list[tuple[int, int]] = []
         self._due: deque[tuple[Mark, Callable[[], object]]] = deque()
 
     @property
@@ -166,50 +141,12 @@ class Queue:
         self.cuda.synchronize(self.stream)
 
     def take(self, nbytes: int) -> DeviceOctets:
-        """Fresh memory of any content, which other processes of the node can be shown."""
-        address, size = self._idle(nbytes) or self._allocated(scratch_nbytes(nbytes))
-        return DeviceOctets(address, nbytes, self, _Scratch(self, address, size))
+        """Fresh memory of any content, which other processes of the node can be shown.
 
-    def take_back(self, address: int, nbytes: int) -> None:
-        """A piece of scratch is free again, at any time and in any thread; of too many the smallest goes."""
-        self._free.append((address, nbytes))
-        if len(self._free) > KEPT:
-            smallest = min(self._free, key=itemgetter(1))
-            with contextlib.suppress(Exception):  # at the interpreter's end the driver may be gone
-                self._free_one(smallest)
-
-    def give_back(self) -> None:
-        """Wait until all that was given is done, and free what then lies idle."""
-        self.synchronize()
-        self.look()
-        for piece in list(self._free):
-            with contextlib.suppress(ValueError):
-                self._free_one(piece)
-
-    def _idle(self, nbytes: int) -> tuple[int, int] | None:
-        """The smallest free piece that is large enough, for the caller alone."""
-        for piece in sorted(self._free, key=itemgetter(1)):
-            if piece[1] >= nbytes:
-                with contextlib.suppress(ValueError):  # `take_back` has freed it meanwhile
-                    self._free.remove(piece)
-                    return piece
-        return None
-
-    def _allocated(self, nbytes: int) -> tuple[int, int]:
-        """A new piece; where the device is full, what lies idle in this thread's queues makes room for it."""
-        try:
-            return self.cuda.alloc(nbytes), nbytes
-        except CudaError:
-            for queue in {self, *queues_of_thread().values()}:
-                queue.give_back()
-            self.use()
-            return self.cuda.alloc(nbytes), nbytes
-
-    def _free_one(self, piece: tuple[int, int]) -> None:
-        """ValueError if somebody else has taken it."""
-        self._free.remove(piece)
-        self.use()
-        self.cuda.free(piece[0])
+        With its last reference it is free again, for later work of this queue.
+        """
+        memory = self.kernels.memory(nbytes, self.stream)
+        return DeviceOctets(memory.ptr, nbytes, self, memory)
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Have this called, by a later use of the queue, when all that was given so far is done.
@@ -225,12 +162,6 @@ class Queue:
 
     def _event(self) -> int:
         return self.events.pop() if self.events else self.cuda.event()
-
-
-def scratch_nbytes(nbytes: int) -> int:
-    """Round a size up by at most an eighth, so that few sizes of scratch serve many."""
-    unit = max(SMALLEST_SCRATCH_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
-    return max(1, -(-nbytes // unit)) * unit
 
 
 _left: defaultdict[tuple[int, int], list[Queue]] = defaultdict(list)

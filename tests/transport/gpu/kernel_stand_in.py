@@ -7,6 +7,7 @@ On the stand-in for the CUDA driver they run in the order of its streams, as ker
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcpar.transport.gpu import kernels as gpu_kernels
+from hpcpar.transport.gpu.cuda_driver import driver
 from tests.transport.gpu import cuda_stand_in
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -82,8 +84,26 @@ class HostKernels:
         load().run_job(job)
 
 
+class Scratch:
+    """Device memory that goes back to its stream's with its last reference."""
+
+    def __init__(self, free, nbytes):
+        self._free = free
+        self.ptr = free.pop() if free else driver().alloc(max(1, nbytes))
+
+    def __del__(self):
+        self._free.append(self.ptr)
+
+
 class StandInKernels(HostKernels):
     """`Kernels` whose addresses are those of the stand-in's devices; a fold is done in its stream's order."""
+
+    def __init__(self):
+        super().__init__()
+        self._scratch = collections.defaultdict(list)
+
+    def memory(self, nbytes, stream):
+        return Scratch(self._scratch[nbytes, stream], nbytes)
 
     def _reach(self, address, dtype, count):
         itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -14,15 +14,14 @@ from hpcpar.transport.buffers import empty_like
 from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer, bind_device, is_on_device
 from hpcpar.transport.gpu.queue import Queue
+from tests.transport.gpu.kernel_stand_in import StandInKernels
 
-
-def no_kernels(ordinal: int):
-    raise AssertionError("nothing is summed here")
+KERNELS = StandInKernels()
 
 
 @pytest.fixture
 def queue(stand_in) -> Queue:
-    return Queue(driver(), 0, no_kernels)
+    return Queue(driver(), 0, lambda ordinal: KERNELS)
 
 
 def bound(array, queue: Queue) -> DeviceBuffer:
@@ -125,7 +124,7 @@ def fake_cupy(device_array: type, streams: list[int]) -> types.ModuleType:
 def test_an_array_of_cupy_is_worked_on_where_it_is_whatever_device_is_current(stand_in, monkeypatch) -> None:
     monkeypatch.setenv("STAND_IN_DEVICES", "2")
     cuda = driver()
-    queue = Queue(cuda, 1, no_kernels)
+    queue = Queue(cuda, 1, lambda ordinal: KERNELS)
     streams = []
     for ordinal in (0, 1):
         cuda.use(ordinal)

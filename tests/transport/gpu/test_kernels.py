@@ -479,7 +479,14 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             Device=lambda ordinal: self.surrounding("device", ordinal),
             Stream=types.SimpleNamespace(from_external=from_external),
+            MemoryPool=lambda: types.SimpleNamespace(malloc=self.malloc),
+            memory=types.SimpleNamespace(OutOfMemoryError=MemoryError),
         )
+
+    def malloc(self, nbytes):
+        if nbytes > 2**20:
+            raise MemoryError("out of memory")
+        return types.SimpleNamespace(ptr=4096, nbytes=nbytes, taken_in=tuple(self.entered))
 
     def surrounding(self, kind, which):
         owner = self
@@ -509,6 +516,15 @@ class FakeCupy(types.ModuleType):
         return types.SimpleNamespace(
             get_function=lambda name: {("fold", "convert")[is_convert]: launch}[name]
         )
+
+
+def test_scratch_memory_is_taken_for_the_stream_and_a_full_device_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    kernels = gpu_kernels.Kernels(5)
+    memory = kernels.memory(0, 77)
+    assert (memory.nbytes, memory.taken_in) == (1, (("device", 5), ("stream", 77)))
+    with pytest.raises(CudaError, match=r"2\.0 MiB of scratch memory .*out of memory"):
+        kernels.memory(2**21, 77)
 
 
 def test_cupy_compiles_a_kernel_once_and_launches_it_on_the_stream(monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hpcpar.comm.reductions import fold
+from hpcpar.errors import CudaError
+from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.gpu.kernels import CONVERTED, MOST_SOURCES, THREADS, kernels
 from tests.transport.gpu.test_kernels import (
     CONVERSIONS,
@@ -32,6 +34,19 @@ MARGIN = 32
 @pytest.fixture(autouse=True)
 def _cupy() -> None:
     pytest.importorskip("cupy", reason="needs CuPy: pip install hpcpar[cuda13] or hpcpar[cuda12]")
+
+
+def test_scratch_memory_goes_back_to_its_stream_and_can_be_shown() -> None:
+    cuda = driver()
+    cuda.use(0)
+    streams = [cuda.stream(), cuda.stream()]
+    pieces = [kernels(0).memory(1 << 20, stream) for stream in streams]
+    assert all(cuda.is_exportable(piece.ptr) for piece in pieces)
+    addresses = [piece.ptr for piece in pieces]
+    del pieces
+    assert [kernels(0).memory(1 << 20, stream).ptr for stream in reversed(streams)] == addresses[::-1]
+    with pytest.raises(CudaError, match="scratch memory"):
+        kernels(0).memory(1 << 50, streams[0])
 
 
 def placed(octets: np.ndarray, offset: int) -> torch.Tensor:
