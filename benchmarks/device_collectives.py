@@ -420,6 +420,7 @@ def header(job: Job) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         what |= {"gpu": properties.name, "gpu_nbytes": properties.total_memory, "cuda": torch.version.cuda}
+        what["mps"] = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
     tried = options.ways if device.type == "cuda" else tuple(job.ways)
     what |= {f"way {way}": job.said.pop(way, "measured") for way in tried}
     return {**about("device collectives", job.world, library_facts()["vendor"], what, {}), **job.said}

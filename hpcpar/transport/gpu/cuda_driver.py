@@ -90,7 +90,8 @@ class CudaDriver:
                 f"no CUDA driver (libcuda.so.1) for CUDA 12 or newer could be loaded; it comes with NVIDIA's "
                 f"driver on nodes that have a GPU, and into a container by --nv or --gpus ({error})"
             ) from error
-        _require_success(code, cuda.cuInit, 0)
+        if code:
+            raise _refused(code, cuda.cuInit, 0)
         self.version: int = _result(cuda.cuDriverGetVersion)
         self._contexts: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -160,7 +161,8 @@ class CudaDriver:
         code, value = self._cuda.cuPointerGetAttribute(attribute, address)
         if code == _INVALID_VALUE:
             return None
-        _require_success(code, self._cuda.cuPointerGetAttribute, attribute, address)
+        if code:
+            raise _refused(code, self._cuda.cuPointerGetAttribute, attribute, address)
         return int(value)
 
     def _known(self, attribute: str, address: int) -> int:
@@ -217,7 +219,8 @@ class CudaDriver:
         (code,) = self._cuda.cuEventQuery(event)
         if code == _NOT_READY:
             return False
-        _require_success(code, self._cuda.cuEventQuery, event)
+        if code:
+            raise _refused(code, self._cuda.cuEventQuery, event)
         return True
 
     def wait(self, stream: int, event: int) -> None:
@@ -239,17 +242,16 @@ def _result(call: Any, *arguments: Any) -> Any:
     errors   CudaError if the driver refuses
     """
     code, *found = call(*arguments)
-    _require_success(code, call, *arguments)
+    if code:
+        raise _refused(code, call, *arguments)
     return found[0] if len(found) == 1 else found
 
 
-def _require_success(code: Any, call: Any, *arguments: Any) -> None:
-    if not code:
-        return
+def _refused(code: Any, call: Any, *arguments: Any) -> CudaError:
     name = call.__name__
     meaning = _MEANINGS_OF.get((name, int(code))) or _MEANINGS.get(int(code))
     text = f"{name}({_shown(arguments)}): {code.name} ({int(code)})"
-    raise CudaError(f"{text}: {meaning}" if meaning else text)
+    return CudaError(f"{text}: {meaning}" if meaning else text)
 
 
 def _shown(arguments: tuple[Any, ...]) -> str:

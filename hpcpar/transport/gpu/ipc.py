@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,6 +38,7 @@ MOST_REMEMBERED = 1024
 _LAYOUT = struct.Struct("<16s5Q64s")
 DESCRIPTOR_NBYTES = _LAYOUT.size
 _KEY_NBYTES = 40
+_OFFSET = slice(40, 48)
 
 _TOKEN = os.urandom(12)
 _process = b""
@@ -198,17 +200,17 @@ class _Imports:
         errors   CudaError if the driver cannot open it, or in a forked child
         """
         _require_own(self._process)
-        found = _Descriptor(*_LAYOUT.unpack(descriptor))
-        if found.process in (self._process, _NOBODY):
-            return found.base + found.offset
         key = descriptor[:_KEY_NBYTES]
         with self._lock:
             opened = self._opened.get(key)
             if opened is None:
+                found = _Descriptor(*_LAYOUT.unpack(descriptor))
+                if found.process in (self._process, _NOBODY):
+                    return found.base + found.offset
                 opened = self._first(key, found)
             self._opened.move_to_end(key)
             opened.users += 1
-            return opened.value + found.offset
+            return opened.value + int.from_bytes(descriptor[_OFFSET], sys.byteorder)
 
     def release(self, descriptor: bytes) -> None:
         """It is no longer in use: not even by work on a stream. What `close` has closed is passed over."""
