@@ -2,7 +2,8 @@
 
     hpcpar run -n 2 benchmarks/device_collectives.py [--ways pull,mpi,staged] [--max-bytes 256M] [--json FILE]
 
-Strictly in turn, in one call, for every size:
+In turn, in one call, for every size; gloo and NCCL after all others, as torch.distributed's threads slow down
+everything in their process, be it a copy:
 
     pull     hpcpar; ranks of a node read each other's memory where it lies (CUDA IPC)
     mpi      hpcpar over a CUDA-aware MPI's messages
@@ -29,7 +30,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,7 @@ class Job:
     is_first   whether this rank is the first of those that use its GPU
     ways       communicators of the same ranks, by the way in which they move device memory
     said       what there is of each peer, and why it is not, for the header
+    copies_s   of a copy of as many bytes as a case has, by collective and bytes
     """
 
     world: Communicator
@@ -179,6 +181,7 @@ class Job:
     awareness: CudaAwareness
     ways: dict[str, Communicator]
     said: dict[str, str]
+    copies_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def shares_one_gpu(self) -> bool:
@@ -296,12 +299,10 @@ class Builtin:
 
 
 def connect(job: Job) -> list[Any]:
+    """Start torch.distributed. Collective."""
     from hpcpar.bench.peers import GlooPeer
 
     wanted, said, found = job.options.peers, job.said, []
-    if "mpi" in wanted:
-        found.append(Builtin(job.device))
-        said["peer MPI"] = "its own collectives that HPCPAR_CUDA_AWARE names"
     if {"gloo", "nccl"} & set(wanted):
         obstacle = nccl_obstacle(job.world, job.gpus, job.device) if "nccl" in wanted else None
         try:
@@ -323,12 +324,13 @@ def connect(job: Job) -> list[Any]:
 # --- measuring -----------------------------------------------------------------------------------------
 
 
-def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
+def measure_case(case: Case, job: Job, ways: Mapping[str, Communicator], peers: Sequence[Any]) -> list[Line]:
+    """Measure hpcpar's ways, and with them a copy, and these peers."""
     place = PLACES[case.collective]
     buffers = Buffers.of(case, job.world, device=job.device)
     entered = [
         (way, finished(one, job.device))
-        for way, comm in job.ways.items()
+        for way, comm in ways.items()
         for one in ours(case, comm, buffers, place)
         if one.name in job.options.algorithms.split(",")
     ]
@@ -339,16 +341,21 @@ def measure_case(case: Case, job: Job, peers: Sequence[Any]) -> list[Line]:
     kept: list[Timed] = [(way, one) for way, one in entered if usable([one], job.world)]
     wrong = [wrong_elements(one, case, job.world, buffers) for _, one in kept]
     buffers.clear()
-    copy = copy_candidate(case, buffers).run if job.is_first else lambda: None
     runs: dict[Any, Callable[[], object]] = {(way, one.name): one.run for way, one in kept}
-    runs[COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job.device).run
+    if ways:
+        copy = copy_candidate(case, buffers).run if job.is_first else lambda: None
+        runs[COPY, MEMORY_COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job.device).run
+        wrong.append(0)
     options = job.options
     timings = measure(runs, job.world, rounds=options.rounds, round_s=options.round_seconds)
-    copy_bytes_per_s = 2 * case.nbytes / timings[COPY].median_s
-    lines = []
-    for key, faults in zip(timings, [*wrong, 0], strict=True):
-        way, algorithm = (COPY, MEMORY_COPY) if key == COPY else key
-        lines.append(line_of(case, job, way, algorithm, timings[key], copy_bytes_per_s, faults))
+    copied = case.collective, case.nbytes
+    if ways:
+        job.copies_s[copied] = timings[COPY, MEMORY_COPY].median_s
+    copy_bytes_per_s = 2 * case.nbytes / job.copies_s[copied]
+    lines = [
+        line_of(case, job, way, algorithm, timing, copy_bytes_per_s, faults)
+        for ((way, algorithm), timing), faults in zip(timings.items(), wrong, strict=True)
+    ]
     for _, one in kept:
         one.close()
     return lines
@@ -439,18 +446,27 @@ def main() -> None:
     job = Job(world, options, device, gpus, is_first, awareness, ways, said)
     say = print if world.rank == 0 else lambda *_, **__: None
     lines: list[Line] = []
-    peers = connect(job)
     facts = header(job)
     for name, value in facts.items():
         say(f"# {name}: {value}")
     say(TITLE, flush=True)
-    for case in cases(options, world.size):
-        for line in measure_case(case, job, peers):
-            lines.append(line)
-            say(show(line), flush=True)
-        if world.rank == 0 and options.json is not None:
-            write_json(options.json, facts, lines)  # each time: what comes next may fail
-    for peer in reversed(peers):  # not after an error: it is collective
+
+    def take(ways: Mapping[str, Communicator], peers: Sequence[Any]) -> None:
+        for case in cases(options, world.size):
+            for line in measure_case(case, job, ways, peers):
+                lines.append(line)
+                say(show(line), flush=True)
+            if world.rank == 0 and options.json is not None:
+                write_json(options.json, facts, lines)  # each time: what comes next may fail
+
+    builtin = [Builtin(device)] if "mpi" in options.peers else []
+    take(ways, builtin)
+    peers = connect(job)
+    for name, value in said.items():
+        say(f"# {name}: {value}")
+    facts |= said
+    take({}, peers)
+    for peer in reversed([*builtin, *peers]):  # not after an error: it is collective
         peer.free()
     missing = [way for way in options.ways if way not in ways] if device.type == "cuda" else []
     faults = sum(line.wrong for line in lines)

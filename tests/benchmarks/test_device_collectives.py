@@ -60,8 +60,8 @@ def test_every_line_is_measured_and_right_where_it_is_tried_on_cpus(
             ("host", "ring"),
             ("host", "direct"),
             ("MPI", "MPI"),
-            ("gloo", "gloo"),
             ("copy", "memory_copy"),
+            ("gloo", "gloo"),
         ]
     for line in lines:
         assert line["of_ring"] is None, "there is no ceiling of one GPU's memory on CPUs"
