@@ -18,6 +18,9 @@ from pathlib import Path
 TEMPORARY_PREFIX = ".writing-"
 """Prefix of names that belong to writers at work, or to killed ones."""
 
+at_work: set[Path] = set()
+"""Temporary directories into which this process writes just now."""
+
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal; about one second for each GB."""
@@ -47,6 +50,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{final.name}-", dir=final.parent))
+    at_work.add(staging)
     try:
         yield staging
         # The rename must not reach the disk before the content does.
@@ -59,6 +63,8 @@ def whole_directory(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        at_work.discard(staging)
 
 
 def write_whole(path: Path, text: str) -> None:

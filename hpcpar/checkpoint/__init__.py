@@ -21,6 +21,15 @@ from __future__ import annotations
 
 from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, latest, read_extra
 from hpcpar.checkpoint.load import Loaded, load
-from hpcpar.checkpoint.save import save
+from hpcpar.checkpoint.save import PendingSave, save, save_async
 
-__all__ = ["Loaded", "checkpoint_path", "latest", "load", "read_extra", "save"]
+__all__ = [
+    "Loaded",
+    "PendingSave",
+    "checkpoint_path",
+    "latest",
+    "load",
+    "read_extra",
+    "save",
+    "save_async",
+]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcpar.checkpoint.files import Pieces
 from hpcpar.checkpoint.manifest import MANIFEST, MODEL, RANDOM, STATE, Manifest, SavedState
-from hpcpar.durable import TEMPORARY_PREFIX
+from hpcpar.durable import TEMPORARY_PREFIX, at_work
 from hpcpar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def prune(directory: Path, *, newest: Path, keep: int) -> None:
         for path in others[: len(others) - stay]:
             # The name goes first: a removal that is cut short must not leave half a checkpoint.
             path.rename(directory / f"{TEMPORARY_PREFIX}removed-{path.name}")
-    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+    for path in set(directory.glob(f"{TEMPORARY_PREFIX}*")) - at_work:
         try:
             # Of a link to an archive, only the link goes.
             path.unlink() if path.is_symlink() else shutil.rmtree(path)

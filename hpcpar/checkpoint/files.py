@@ -14,6 +14,7 @@ import json
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -359,10 +360,18 @@ class ShardWriter:
 
     common            True on the rank that writes whole tensors into <stem>.safetensors
     may_be_infinite   names of tensors in which infinity is legitimate, such as attention masks
+    pool              of one thread, that writes copies of what is added; None: it is written by the caller
     """
 
     def __init__(
-        self, directory: Path, stem: str, rank: int, *, common: bool, may_be_infinite: Container[str] = ()
+        self,
+        directory: Path,
+        stem: str,
+        rank: int,
+        *,
+        common: bool,
+        may_be_infinite: Container[str] = (),
+        pool: Executor | None = None,
     ) -> None:
         self._written = WrittenFiles()
         self._may_be_infinite = may_be_infinite
@@ -370,24 +379,27 @@ class ShardWriter:
         self._common: dict[str, Tensor] | None = {} if common else None
         self._waiting: dict[str, Tensor] = {}
         self._waiting_nbytes = 0
+        self._files = 0
+        self._pool = pool
+        self._writes: list[Future[None]] = []
 
     def add(self, name: str, values: Tensor, local: LocalTensor, start: int) -> None:
         """Add elements of a rank's memory, flat, from offset `start` on; padding is left out."""
         first, end = local.without_padding(start, start + values.numel())
         if local.is_padded:
             values = values[local.is_kept[start : start + values.numel()].to(values.device)]
-        self._waiting[name] = on_cpu(values)
+        self._waiting[name] = self._taken(values)
         self._waiting_nbytes += values.nbytes
         _, strides = local.packed
         part = StoredRegion(local.region, strides, (StoredPiece(first, end, self._file),))
         self._written.shards.append(WrittenShard(name, values.dtype, local.shape, part))
         if self._waiting_nbytes >= FILE_NBYTES:
-            self._flush()
+            self._write_waiting()
 
     def add_whole(self, name: str, value: Tensor) -> None:
         """Add a replicated tensor, which keeps its shape in the file."""
         if self._common is not None:
-            self._common[name] = on_cpu(value)
+            self._common[name] = self._taken(value)
         else:
             self.add_once(name, value)
 
@@ -395,26 +407,49 @@ class ShardWriter:
         """Add a whole tensor that this rank alone has, to its own file."""
         self.add(name, value, LocalTensor.whole(contiguous_layout(value.shape)), 0)
 
-    def finish(self) -> WrittenFiles:
-        """Write all that waits; return what was written."""
+    def flush(self) -> None:
+        """Write all that was added, or have the pool do so; nothing more may be."""
         if self._waiting:
-            self._flush()
+            self._write_waiting()
         if self._common is not None:
             self._write(f"{self._stem}.safetensors", self._common)
+            self._common = None
+
+    def is_finished(self) -> bool:
+        """True if `finish` would not wait."""
+        return all(write.done() for write in self._writes)
+
+    def finish(self) -> WrittenFiles:
+        """Write all that was added; return what was written, once it is."""
+        self.flush()
+        for write in self._writes:
+            write.result()
         return self._written
 
-    def _flush(self) -> None:
+    def _taken(self, tensor: Tensor) -> Tensor:
+        value = on_cpu(tensor)
+        is_shared = value.data_ptr() == tensor.data_ptr()
+        return value.clone() if is_shared and self._pool is not None else value
+
+    def _write_waiting(self) -> None:
         self._write(self._file, self._waiting)
         self._waiting, self._waiting_nbytes = {}, 0
+        self._files += 1
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
+        if self._pool is None:
+            self._write_now(file, tensors)
+        else:
+            self._writes.append(self._pool.submit(self._write_now, file, tensors))
+
+    def _write_now(self, file: str, tensors: dict[str, Tensor]) -> None:
         written = self._written
         written.digests[file] = write_tensors(tensors, self._directory / file)
         written.not_finite = written.not_finite or first_not_finite(tensors, self._may_be_infinite)
 
     @property
     def _file(self) -> str:
-        return f"{self._stem}.rank{self._rank:05d}.{len(self._written.digests):03d}.safetensors"
+        return f"{self._stem}.rank{self._rank:05d}.{self._files:03d}.safetensors"
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

@@ -3,14 +3,18 @@
 rank 0    makes a staging directory ─> writes ─┬─> describes all files, renames the directory
 rank 1                                 writes ─┤
 rank 2                                 writes ─┘
+
+`save_async` has copies written by a thread of each rank, and leaves the renaming to `PendingSave.finish`.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import operator
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +86,44 @@ def save(
             PeerFailedError on every one, with that text. CheckpointError for an invalid step, and for
             non-finite values in the place of a sound checkpoint of the same step
     """
+    return _begin(directory, step, model, optimizer, extra, comm, keep, pool=None).finish()
+
+
+def save_async(
+    directory: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    comm: Communicator,
+    keep: int | None = 3,
+) -> PendingSave:
+    """Copy the state of a step, and write its checkpoint while training goes on. Collective.
+
+    Takes what `save` does. Each rank copies what it writes into host memory, and returns; a thread writes the
+    copies. The checkpoint has no name, and is none, before `finish` of what is returned, which is collective.
+
+    errors  as for `save`; those of writing come with `finish`
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="hpcpar-checkpoint")
+    try:
+        return _begin(directory, step, model, optimizer, extra, comm, keep, pool)
+    finally:
+        pool.shutdown(wait=False)  # once all that it was given is written
+
+
+def _begin(
+    directory: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    comm: Communicator,
+    keep: int | None,
+    pool: Executor | None,
+) -> PendingSave:
+    """Write what this rank alone has, or begin to: all that needs the model."""
     step = _counted(step)
     final = checkpoint_path(Path(directory), step)
     doing = f"saving the checkpoint {final}"
@@ -90,6 +132,7 @@ def save(
         distributed_of(model, optimizer)
         state, contents = _contents_of(model, optimizer)
         own_random = random_state.capture(model)
+        given = json.loads(_as_json("extra", dict(extra or {})))
     wait_for_new(model.parameters())
     positions = PipelinePositions.agree(contents, comm, doing)
     # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
@@ -104,18 +147,56 @@ def save(
                 staging = naming.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            output = _write_own(staging, comm.rank, plan, model, state, optimizer)
-        outputs = comm.gather_object(output)
-        with comm.together(doing):
-            if outputs is not None and random_states is not None:
-                tp = [(each.tp_rank, each.tp_size) for each in coordinates]
-                described = {"step": step, "tp": tp, "extra": dict(extra or {})}
-                _write_common(staging, described, positions, random_states, outputs)
-                broken = _first_not_finite(outputs)
-                _refuse_to_replace_a_sound_one(final, broken)
-                naming.close()
-                _after_naming(final, broken, keep)
-    return final
+            own = _write_own(staging, comm.rank, plan, model, state, optimizer, pool)
+        tp = [(each.tp_rank, each.tp_size) for each in coordinates]
+        described = {"step": step, "tp": tp, "extra": given}
+        common = _Common(staging, described, positions, random_states)
+        pending = PendingSave(final, comm, keep, own, common, naming.pop_all())
+    return pending
+
+
+class PendingSave:
+    """A checkpoint whose files are being written.
+
+    path   that it will have
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        comm: Communicator,
+        keep: int | None,
+        own: _OwnFiles,
+        common: _Common,
+        naming: ExitStack,
+    ) -> None:
+        self.path = path
+        self._comm, self._keep = comm, keep
+        self._own, self._common = own, common
+        self._naming = naming
+
+    def is_written(self) -> bool:
+        """True if this rank has written all that it writes: `finish` waits for others only."""
+        return self._own.is_written()
+
+    def finish(self) -> Path:
+        """Give the checkpoint its name, once all ranks have written theirs; return its path. Collective.
+
+        errors  as for `save`: no rank has the checkpoint then, and those of before are untouched
+        """
+        comm, doing = self._comm, f"saving the checkpoint {self.path}"
+        with self._naming as naming:
+            with comm.together(doing):
+                output = self._own.finish()
+            outputs = comm.gather_object(output)
+            with comm.together(doing):
+                if outputs is not None:
+                    self._common.write(outputs)
+                    broken = _first_not_finite(outputs)
+                    _refuse_to_replace_a_sound_one(self.path, broken)
+                    naming.close()
+                    _after_naming(self.path, broken, self._keep)
+        return self.path
 
 
 # --- what ranks agree on --------------------------------------------------------------------------
@@ -212,6 +293,24 @@ class _RankOutput:
         return {**options, **tensors, "the loss scale": self.loss_scale}
 
 
+@dataclass
+class _OwnFiles:
+    """Files that one rank writes, or has written."""
+
+    output: _RankOutput
+    model: ShardWriter
+    optimizer: ShardWriter | None = None
+
+    def is_written(self) -> bool:
+        return self.model.is_finished() and (self.optimizer is None or self.optimizer.is_finished())
+
+    def finish(self) -> _RankOutput:
+        self.output.model = self.model.finish()
+        if self.optimizer is not None:
+            self.output.optimizer = self.optimizer.finish()
+        return self.output
+
+
 def _write_own(
     directory: Path,
     rank: int,
@@ -219,29 +318,34 @@ def _write_own(
     model: nn.Module,
     state: ModelState,
     optimizer: Optimizer | None,
-) -> _RankOutput:
+    pool: Executor | None,
+) -> _OwnFiles:
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}, which rank 0 made, is not there for this rank; save to a file system that "
             "all share"
         )
-    output = _RankOutput()
+    common = plan.writes_common
     # A buffer may be a mask of infinities.
     masks = set(state.names.buffers)
-    files = ShardWriter(directory, "model", rank, common=plan.writes_common, may_be_infinite=masks)
-    _write_model(files, plan, model, state)
-    output.model = files.finish()
+    own = _OwnFiles(
+        _RankOutput(), ShardWriter(directory, "model", rank, common=common, may_be_infinite=masks, pool=pool)
+    )
+    _write_model(own.model, plan, model, state)
+    own.model.flush()
     if optimizer is not None:
-        files = ShardWriter(directory, "optimizer", rank, common=plan.writes_common)
-        output.tensors, output.options = group_options(optimizer)
+        files = own.optimizer = ShardWriter(directory, "optimizer", rank, common=common, pool=pool)
+        output = own.output
+        # Copies: training goes on while they are written.
+        output.tensors, output.options = copy.deepcopy(group_options(optimizer))
         if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
             output.loss_scale = optimizer.scaler.state_dict()
-        if plan.writes_common:
+        if common:
             for name, value in output.tensors.items():
                 files.add_whole(name, value)
         output.scalars = write_states(optimizer, state.parameter_names, files, plan)
-        output.optimizer = files.finish()
-    return output
+        files.flush()
+    return own
 
 
 def _write_model(files: ShardWriter, plan: WritePlan, model: nn.Module, state: ModelState) -> None:
@@ -299,46 +403,51 @@ def _optimizer_state(outputs: Sequence[_RankOutput], groups: Groups | None) -> d
     return {"scalars": scalars, "groups": described, "loss_scale": outputs[0].loss_scale}
 
 
-def _write_common(
-    staging: Path,
-    state: dict[str, Any],
-    positions: PipelinePositions,
-    random_states: Sequence[random_state.Captured],
-    outputs: Sequence[_RankOutput],
-) -> None:
-    """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all.
+@dataclass(frozen=True)
+class _Common:
+    """What rank 0 writes beside the ranks' tensors.
 
-    state   the part of state.json that is not of the ranks' outputs: step, extra, coordinates
+    state           the part of state.json that is not of the ranks' outputs: step, extra, coordinates
+    random_states   of all ranks; None on other ranks
     """
-    _require_same_options(outputs, positions)
-    state |= {
-        "ranks": len(outputs),
-        "aliases": positions.aliases,
-        "optimizer": _optimizer_state(outputs, positions.groups),
-        "random": [scalars for _, scalars in random_states],
-        "names": positions.digests,
-        "not_finite": _first_not_finite(outputs),
-    }
-    digests: dict[str, FileDigest] = {}
-    for each in outputs:
-        digests |= each.model.digests | each.optimizer.digests
-    digests[STATE] = _write_text(_as_json(state), staging / STATE)
-    arrays = {
-        f"{rank}/{name}": torch.tensor(array)
-        for rank, (arrays, _) in enumerate(random_states)
-        for name, array in arrays.items()
-    }
-    digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
-    pieces = pieces_text(
-        (shard for each in outputs for shard in each.model.shards),
-        (shard for each in outputs for shard in each.optimizer.shards),
-    )
-    if pieces is not None:
-        digests[PIECES] = _write_text(pieces, staging / PIECES)
-    manifest = Manifest(step=state["step"], files=digests)
-    # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
-    manifest.check_sizes(staging)
-    _write_text(manifest.text(), staging / MANIFEST)
+
+    staging: Path
+    state: dict[str, Any]
+    positions: PipelinePositions
+    random_states: Sequence[random_state.Captured] | None
+
+    def write(self, outputs: Sequence[_RankOutput]) -> None:
+        """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
+        staging, positions, random_states = self.staging, self.positions, self.random_states or ()
+        _require_same_options(outputs, positions)
+        state = self.state | {
+            "ranks": len(outputs),
+            "aliases": positions.aliases,
+            "optimizer": _optimizer_state(outputs, positions.groups),
+            "random": [scalars for _, scalars in random_states],
+            "names": positions.digests,
+            "not_finite": _first_not_finite(outputs),
+        }
+        digests: dict[str, FileDigest] = {}
+        for each in outputs:
+            digests |= each.model.digests | each.optimizer.digests
+        digests[STATE] = _write_text(_as_json("a value of the optimizer's state", state), staging / STATE)
+        arrays = {
+            f"{rank}/{name}": torch.tensor(array)
+            for rank, (arrays, _) in enumerate(random_states)
+            for name, array in arrays.items()
+        }
+        digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
+        pieces = pieces_text(
+            (shard for each in outputs for shard in each.model.shards),
+            (shard for each in outputs for shard in each.optimizer.shards),
+        )
+        if pieces is not None:
+            digests[PIECES] = _write_text(pieces, staging / PIECES)
+        manifest = Manifest(step=state["step"], files=digests)
+        # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
+        manifest.check_sizes(staging)
+        _write_text(manifest.text(), staging / MANIFEST)
 
 
 def _after_naming(final: Path, broken: str | None, keep: int | None) -> None:
@@ -364,13 +473,10 @@ def _write_text(text: str, path: Path) -> FileDigest:
     return FileDigest.of(path)
 
 
-def _as_json(state: dict[str, Any]) -> str:
-    # `extra` is tried by itself first, to say whose fault a failure is.
-    for culprit, values in (("extra", state["extra"]), ("a value of the optimizer's state", state)):
-        try:
-            text = json.dumps(values, indent=1) + "\n"
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{culprit} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
-            ) from error
-    return text
+def _as_json(what: str, values: dict[str, Any]) -> str:
+    try:
+        return json.dumps(values, indent=1) + "\n"
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
+        ) from error

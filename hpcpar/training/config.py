@@ -410,6 +410,7 @@ class OutputSection(Section):
     checkpoint_every  steps between checkpoints; 0 = by time, and at the end
     checkpoint_minutes  longest time between checkpoints, checked every log_every steps; 0 = no limit
     keep              checkpoints to keep; the newest one that is whole and finite always stays
+    save_async        copy the state into host memory, and write it while training goes on
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
     sample_tokens     of text that the trained model writes at the end, after held-out text; 0 = none
     """
@@ -419,6 +420,7 @@ class OutputSection(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     checkpoint_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     keep: int = Field(default=2, gt=0)
+    save_async: bool = False
     timeline_steps: int = Field(default=0, ge=0)
     sample_tokens: int = Field(default=0, ge=0)
 

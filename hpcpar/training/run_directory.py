@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hpcpar.checkpoint import Loaded, load, save
+from hpcpar.checkpoint import Loaded, PendingSave, load, save, save_async
 from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import Communicator
 from hpcpar.data import Prepared, Sampler
@@ -25,6 +26,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import CheckpointError, ConfigError, PeerFailedError
 from hpcpar.models import LlamaConfig
 from hpcpar.training.config import Config, model_config_saved
+from hpcpar.units import format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,20 @@ class StartPoint:
     is_resumed: bool = False
 
 
+@dataclass(frozen=True)
+class _BeingWritten:
+    """A checkpoint that is written while training goes on.
+
+    start_s   by the monotonic clock
+    stall_s   for which training stood still to copy its state
+    """
+
+    save: PendingSave
+    step: int
+    start_s: float
+    stall_s: float
+
+
 class RunDirectory:
     """Output directory and checkpoints of a run; every method is collective.
 
@@ -79,6 +95,7 @@ class RunDirectory:
         self._model_config = model_config
         self._say = say
         self._saved_s = time.monotonic()
+        self._being_written: _BeingWritten | None = None
 
     def open(
         self, model: nn.Module, optimizer: DistributedOptimizer, sampler: Sampler, *, resume: bool
@@ -117,11 +134,16 @@ class RunDirectory:
         answer: bool = self._comm.broadcast_object(is_due)
         return answer
 
-    def save(self, point: StartPoint, model: nn.Module, optimizer: DistributedOptimizer) -> Path:
-        """Save the checkpoint that a resumed run starts from.
+    def save(
+        self, point: StartPoint, model: nn.Module, optimizer: DistributedOptimizer, *, wait: bool
+    ) -> None:
+        """Save the checkpoint that a resumed run starts from; one that is being written is finished before.
 
+        wait     until it is there, also with output.save_async
         errors   CheckpointError, on all ranks
         """
+        self.finish_save()
+        start_s = time.monotonic()
         epoch, place = point.sampler.position(point.step)
         extra = {
             "config": self._config.model_dump(mode="json"),
@@ -138,8 +160,9 @@ class RunDirectory:
             },
             "owes_evaluation": point.owes_evaluation,
         }
-        try:
-            saved = save(
+        begin = save_async if self._config.output.save_async and not wait else save
+        with self._saving(point.step):
+            begun = begin(
                 self.checkpoints,
                 step=point.step,
                 model=model,
@@ -148,13 +171,38 @@ class RunDirectory:
                 comm=self._comm,
                 keep=self._config.output.keep,
             )
+        self._saved_s = time.monotonic()
+        if isinstance(begun, PendingSave):
+            self._being_written = _BeingWritten(begun, point.step, start_s, self._saved_s - start_s)
+
+    def finish_save(self, *, if_written: bool = False) -> None:
+        """Have the checkpoint that is being written there, if there is one.
+
+        if_written   only if no rank would wait
+        errors       CheckpointError, on all ranks
+        """
+        one = self._being_written
+        if one is None or (if_written and not all(self._comm.allgather_object(one.save.is_written()))):
+            return
+        self._being_written = None
+        finish_s = time.monotonic()
+        with self._saving(one.step):
+            one.save.finish()
+        now_s = time.monotonic()
+        self._say(
+            f"checkpoint of step {one.step}: there after {format_duration(now_s - one.start_s)}, for which "
+            f"training stood still {format_duration(one.stall_s + now_s - finish_s)}"
+        )
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, CheckpointError, PeerFailedError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {point.step} cannot be saved in {self.checkpoints}: {error}; once "
+                f"the checkpoint of step {step} cannot be saved in {self.checkpoints}: {error}; once "
                 "that is mended, go on from the one before with --resume"
             ) from error
-        self._saved_s = time.monotonic()
-        return saved
 
     def _make(self) -> None:
         try:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from hpcpar.checkpoint import checkpoint_path
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory_report, watch_activations
@@ -161,20 +162,25 @@ class Run:
             timeline = StepTimeline(self.comm) if has_timeline else None
             if self._start.owes_evaluation:
                 held_out = self._evaluate(self.first_step, metrics)
-            for start, stop in milestones.intervals():
-                start_s = time.perf_counter()
-                done, loss = self.train_steps(start, stop, metrics)
-                seconds += time.perf_counter() - start_s
-                if self._is_to_stop:
-                    return self._stop_early(done)
-                if timeline is not None and stop == milestones.traced_until:
-                    timeline.write(self.directory.path / "timeline.json")
-                if isinstance(self.worker, PipelinedModel) and stop == milestones.steps:
-                    self._record_last_step(self.worker)
-                if milestones.is_evaluated(stop):
-                    held_out = self._evaluate(stop, metrics)
-                if milestones.is_saved(stop) or self.directory.is_time_to_save():
-                    self.save(stop)
+            try:
+                for start, stop in milestones.intervals():
+                    start_s = time.perf_counter()
+                    done, loss = self.train_steps(start, stop, metrics)
+                    seconds += time.perf_counter() - start_s
+                    if self._is_to_stop:
+                        return self._stop_early(done)
+                    if timeline is not None and stop == milestones.traced_until:
+                        timeline.write(self.directory.path / "timeline.json")
+                    if isinstance(self.worker, PipelinedModel) and stop == milestones.steps:
+                        self._record_last_step(self.worker)
+                    if milestones.is_evaluated(stop):
+                        held_out = self._evaluate(stop, metrics)
+                    self.directory.finish_save(if_written=True)
+                    if milestones.is_saved(stop) or self.directory.is_time_to_save():
+                        self.save(stop, wait=stop == milestones.steps)
+            except DivergenceError:
+                self.directory.finish_save()  # of a step before
+                raise
             if held_out is None:
                 held_out = self._evaluate(self.first_step, metrics)
         if self._preemption is not None:
@@ -249,10 +255,11 @@ class Run:
         of_ranks = self.mesh.pp.allgather_object([result.balance for result in results])
         return [balance_record(by_layer) for by_layer in zip(*of_ranks, strict=True)]
 
-    def save(self, steps_done: int, *, owes_evaluation: bool = False) -> Path:
+    def save(self, steps_done: int, *, owes_evaluation: bool = False, wait: bool = True) -> Path:
         """Save the checkpoint after so many steps.
 
         owes_evaluation   the held-out loss that is due now has not been taken
+        wait              until it is there, also with output.save_async
         errors            CheckpointError, on all ranks
         """
         point = replace(
@@ -262,7 +269,8 @@ class Run:
             sampler=self.batches.sampler,
             owes_evaluation=owes_evaluation,
         )
-        return self.directory.save(point, self.model, self.optimizer)
+        self.directory.save(point, self.model, self.optimizer, wait=wait)
+        return checkpoint_path(self.directory.checkpoints, steps_done)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory of all ranks now, and activations as in the first step. Collective."""

@@ -29,6 +29,7 @@ from hpcpar.training.run_directory import move_aside
 from tests.grid import checkered
 from tests.training.runs import (
     MakeConfig,
+    course,
     half_of,
     losses,
     require_resumed,
@@ -129,6 +130,29 @@ def test_by_time_a_checkpoint_is_saved_where_the_log_is_written_and_not_more_oft
     assert steps(config_of(*always, name="always")) == [3, 4, 6, 8]
     assert steps(config_of("output.keep=9", name="half an hour")) == [8]
     assert steps(config_of(*always, "output.checkpoint_minutes=0", name="never")) == [8]
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (3, 3)])
+def test_checkpoints_written_while_training_goes_on_are_those_of_a_run_that_waits(
+    config_of: MakeConfig, size: int, stage: int
+) -> None:
+    words = (f"optimizer.zero_stage={stage}", "output.checkpoint_every=2", "output.keep=9")
+    waits, goes_on = config_of(*words, name="waits"), config_of(*words, "output.save_async=true", name="on")
+    console = Console(file=io.StringIO(), width=200)
+    for config in (waits, goes_on):
+        run_loopback(
+            size, lambda comm, c=config: Run(c, comm, console=console if comm.rank == 0 else None).train()
+        )
+    assert course(waits) == course(goes_on)
+    saved = [sorted((each.output.directory / "checkpoints").iterdir()) for each in (waits, goes_on)]
+    assert [path.name for path in saved[0]] == [path.name for path in saved[1]]
+    for one, other in zip(*saved, strict=True):
+        for path in (each for each in one.iterdir() if each.name.startswith(("model", "optimizer"))):
+            assert path.read_bytes() == (other / path.name).read_bytes()
+    lines = console.file.getvalue().splitlines()
+    told = [line for line in lines if line.startswith("checkpoint of step")]
+    assert len(told) == len(saved[1]) - 1, "training has nothing to go on with after the last one"
+    assert all("for which training stood still" in line for line in told)
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over_when_resuming_and_one_of_another_model_is_not(
