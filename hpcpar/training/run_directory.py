@@ -190,8 +190,8 @@ class RunDirectory:
             one.save.finish()
         now_s = time.monotonic()
         self._say(
-            f"checkpoint of step {one.step}: there after {format_duration(now_s - one.start_s)}, for which "
-            f"training stood still {format_duration(one.stall_s + now_s - finish_s)}"
+            f"checkpoint of step {one.step}: there after {format_duration(now_s - one.start_s)}, training "
+            f"stood still {format_duration(one.stall_s + now_s - finish_s)}"
         )
 
     @contextmanager
