@@ -66,7 +66,7 @@ SERVE_STAMP := $(SERVE_VENV)/.installed
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
-.PHONY: train recipes plan-check serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
+.PHONY: train recipes plan-check scoreboard serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -153,6 +153,13 @@ plan-check: $(DEV_STAMP)
 	    HPCPAR_MACHINE=$(PLAN_CHECK)/machine-$$ranks.toml $(BIN)/hpcpar run -n $$ranks benchmarks/plan_check.py run $(PLAN_CHECK)/runs.jsonl || exit 1; \
 	done
 	$(BIN)/python benchmarks/plan_check.py report $(PLAN_CHECK)/runs.jsonl
+
+# What goes wrong, on purpose: docs/failures.md.
+scoreboard: $(DEV_STAMP)
+	$(BIN)/hpcpar run -n 2 benchmarks/scoreboard/mismatches.py
+	$(BIN)/hpcpar run -n 4 benchmarks/scoreboard/mismatches.py --sizes 8,4M
+	$(BIN)/python benchmarks/scoreboard/kills.py $(ARGS)
+	$(BIN)/python -m pytest -q tests/data_parallel/test_nonfinite.py tests/data_parallel/test_compare_replicas.py tests/checkpoint/test_untrusted.py
 
 # modulefiles/README.md explains the variables. The trainer and the examples need these extras.
 install-module: EXTRAS := train,examples,horovod

@@ -1,0 +1,23 @@
+"""The scoreboard of killed ranks, in short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoreboard" / "kills.py"
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_rank_was_killed_goes_on_with_every_bit(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    words = ("--tries", "1", "--layouts", "ZeRO-3, saved", "--json", str(lines))
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = (json.loads(line) for line in lines.read_text().splitlines())
+    assert (found["layout"], found["result"]) == ("ZeRO-3, saved behind training", "exact")
+    assert "1 of 1 exact to the bit" in done.stdout
