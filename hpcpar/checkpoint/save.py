@@ -9,41 +9,33 @@ rank 2                                 writes ─┘
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, fault_of, not_finite, prune
-from hpcpar.checkpoint.files import ShardWriter, WrittenFiles, pieces_text, write_tensors
-from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
-from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest
+from hpcpar.checkpoint.common_files import CommonFiles, as_json, first_not_finite_of
 from hpcpar.checkpoint.model_state import ModelState
-from hpcpar.checkpoint.optimizer_state import distributed_of, group_names, group_options, write_states
+from hpcpar.checkpoint.optimizer_state import distributed_of, group_names
 from hpcpar.checkpoint.ownership import (
-    Groups,
     PipelinePositions,
     RankContents,
     RankCoordinates,
     WritePlan,
     require_all_experts,
 )
-from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.checkpoint.rank_files import RankFiles, write_own
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
-from hpcpar.data_parallel.parameters import in_memory_order
 from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_buffers
-from hpcpar.data_parallel.zero3 import sharding_of
 from hpcpar.durable import whole_directory
 from hpcpar.errors import CheckpointError
 from hpcpar.launch import restart
@@ -132,7 +124,7 @@ def _begin(
         distributed_of(model, optimizer)
         state, contents = _contents_of(model, optimizer)
         own_random = random_state.capture(model)
-        given = json.loads(_as_json("extra", dict(extra or {})))
+        given = json.loads(as_json("extra", dict(extra or {})))
     wait_for_new(model.parameters())
     positions = PipelinePositions.agree(contents, comm, doing)
     # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
@@ -147,10 +139,10 @@ def _begin(
                 staging = naming.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
         with comm.together(doing):
-            own = _write_own(staging, comm.rank, plan, model, state, optimizer, pool)
+            own = write_own(staging, comm.rank, plan, model, state, optimizer, pool)
         tp = [(each.tp_rank, each.tp_size) for each in coordinates]
         described = {"step": step, "tp": tp, "extra": given}
-        common = _Common(staging, described, positions, random_states)
+        common = CommonFiles(staging, described, positions, random_states)
         pending = PendingSave(final, comm, keep, own, common, naming.pop_all())
     return pending
 
@@ -166,8 +158,8 @@ class PendingSave:
         path: Path,
         comm: Communicator,
         keep: int | None,
-        own: _OwnFiles,
-        common: _Common,
+        own: RankFiles,
+        common: CommonFiles,
         naming: ExitStack,
     ) -> None:
         self.path = path
@@ -192,7 +184,7 @@ class PendingSave:
             with comm.together(doing):
                 if outputs is not None:
                     self._common.write(outputs)
-                    broken = _first_not_finite(outputs)
+                    broken = first_not_finite_of(outputs)
                     _refuse_to_replace_a_sound_one(self.path, broken)
                     naming.close()
                     _after_naming(self.path, broken, self._keep)
@@ -263,191 +255,7 @@ def _write_plan(
     return WritePlan(coordinates, comm, {id(each) for each in (*elsewhere, *state.copies)})
 
 
-# --- what one rank writes -------------------------------------------------------------------------
-
-
-@dataclass
-class _RankOutput:
-    """Description of what one rank wrote.
-
-    scalars            optimizer states that are no tensors
-    options, tensors   of the optimizer's groups, and those that are tensors
-    loss_scale         of the optimizer
-    """
-
-    model: WrittenFiles = field(default_factory=WrittenFiles)
-    optimizer: WrittenFiles = field(default_factory=WrittenFiles)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    loss_scale: dict[str, float] | None = None
-
-    def every_option(self) -> dict[str, Any]:
-        """Return what all positions must have alike, by the words that name it."""
-        options = {
-            f"{key} of group {number}": value
-            for number, group in enumerate(self.options)
-            for key, value in group.items()
-        }
-        tensors = {name: value.tolist() for name, value in self.tensors.items()}
-        return {**options, **tensors, "the loss scale": self.loss_scale}
-
-
-@dataclass
-class _OwnFiles:
-    """Files that one rank writes, or has written."""
-
-    output: _RankOutput
-    model: ShardWriter
-    optimizer: ShardWriter | None = None
-
-    def is_written(self) -> bool:
-        return self.model.is_finished() and (self.optimizer is None or self.optimizer.is_finished())
-
-    def finish(self) -> _RankOutput:
-        self.output.model = self.model.finish()
-        if self.optimizer is not None:
-            self.output.optimizer = self.optimizer.finish()
-        return self.output
-
-
-def _write_own(
-    directory: Path,
-    rank: int,
-    plan: WritePlan,
-    model: nn.Module,
-    state: ModelState,
-    optimizer: Optimizer | None,
-    pool: Executor | None,
-) -> _OwnFiles:
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory}, which rank 0 made, is not there for this rank; save to a file system that "
-            "all share"
-        )
-    common = plan.writes_common
-    # A buffer may be a mask of infinities.
-    masks = set(state.names.buffers)
-    own = _OwnFiles(
-        _RankOutput(), ShardWriter(directory, "model", rank, common=common, may_be_infinite=masks, pool=pool)
-    )
-    _write_model(own.model, plan, model, state)
-    own.model.flush()
-    if optimizer is not None:
-        files = own.optimizer = ShardWriter(directory, "optimizer", rank, common=common, pool=pool)
-        output = own.output
-        # Copies: training goes on while they are written.
-        output.tensors, output.options = copy.deepcopy(group_options(optimizer))
-        if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:
-            output.loss_scale = optimizer.scaler.state_dict()
-        if common:
-            for name, value in output.tensors.items():
-                files.add_whole(name, value)
-        output.scalars = write_states(optimizer, state.parameter_names, files, plan)
-        files.flush()
-    return own
-
-
-def _write_model(files: ShardWriter, plan: WritePlan, model: nn.Module, state: ModelState) -> None:
-    sharding = sharding_of(list(model.parameters()))
-    sharded: set[int] = set()
-    if sharding is not None:
-        # A replicated parameter without elements has no piece, and is written as a whole tensor.
-        sharded = {id(p) for p in sharding.every_parameter() if p.numel() or not is_replicated(p)}
-        for piece, values in sharding.own_pieces():
-            if plan.writes(piece.parameter, sharded=True):
-                local = LocalTensor.of(piece.parameter, piece.layout)
-                files.add(state.name_of(piece.parameter), values, local, piece.start)
-    for value in state.tensors:
-        if id(value) in sharded or not plan.writes(value, sharded=False):
-            continue
-        name = state.name_of(value)
-        if is_replicated(value):
-            files.add_whole(name, value)
-        else:
-            local = LocalTensor.of(value)
-            files.add(name, in_memory_order(value, local.layout), local, 0)
-
-
-# --- what rank 0 writes for all -------------------------------------------------------------------
-
-
-def _first_not_finite(outputs: Sequence[_RankOutput]) -> str | None:
-    written = (files for each in outputs for files in (each.model, each.optimizer))
-    return next((files.not_finite for files in written if files.not_finite is not None), None)
-
-
-def _require_same_options(outputs: Sequence[_RankOutput], positions: PipelinePositions) -> None:
-    """CheckpointError if positions of the pipeline step with different options."""
-    first, *others = map(positions.first_rank, range(len(positions.contents)))
-    expected = outputs[first].every_option()
-    for rank in others:
-        found = outputs[rank].every_option()
-        for name in expected | found:
-            if expected.get(name) != found.get(name):
-                raise CheckpointError(
-                    f"the optimizer has {name} = {expected.get(name)} on rank {first}, "
-                    f"{found.get(name)} on rank {rank}; a checkpoint has it once, so make them equal"
-                )
-
-
-def _optimizer_state(outputs: Sequence[_RankOutput], groups: Groups | None) -> dict[str, Any] | None:
-    """Describe the optimizer as `manifest.SavedOptimizer`."""
-    if groups is None:
-        return None
-    described = [
-        {"parameters": names, "options": options}
-        for names, options in zip(groups, outputs[0].options, strict=True)
-    ]
-    scalars = {name: values for each in outputs for name, values in each.scalars.items()}
-    return {"scalars": scalars, "groups": described, "loss_scale": outputs[0].loss_scale}
-
-
-@dataclass(frozen=True)
-class _Common:
-    """What rank 0 writes beside the ranks' tensors.
-
-    state           the part of state.json that is not of the ranks' outputs: step, extra, coordinates
-    random_states   of all ranks; None on other ranks
-    """
-
-    staging: Path
-    state: dict[str, Any]
-    positions: PipelinePositions
-    random_states: Sequence[random_state.Captured] | None
-
-    def write(self, outputs: Sequence[_RankOutput]) -> None:
-        """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
-        staging, positions, random_states = self.staging, self.positions, self.random_states or ()
-        _require_same_options(outputs, positions)
-        state = self.state | {
-            "ranks": len(outputs),
-            "aliases": positions.aliases,
-            "optimizer": _optimizer_state(outputs, positions.groups),
-            "random": [scalars for _, scalars in random_states],
-            "names": positions.digests,
-            "not_finite": _first_not_finite(outputs),
-        }
-        digests: dict[str, FileDigest] = {}
-        for each in outputs:
-            digests |= each.model.digests | each.optimizer.digests
-        digests[STATE] = _write_text(_as_json("a value of the optimizer's state", state), staging / STATE)
-        arrays = {
-            f"{rank}/{name}": torch.tensor(array)
-            for rank, (arrays, _) in enumerate(random_states)
-            for name, array in arrays.items()
-        }
-        digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
-        pieces = pieces_text(
-            (shard for each in outputs for shard in each.model.shards),
-            (shard for each in outputs for shard in each.optimizer.shards),
-        )
-        if pieces is not None:
-            digests[PIECES] = _write_text(pieces, staging / PIECES)
-        manifest = Manifest(step=state["step"], files=digests)
-        # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
-        manifest.check_sizes(staging)
-        _write_text(manifest.text(), staging / MANIFEST)
+# --- naming --------------------------------------------------------------------------------------
 
 
 def _after_naming(final: Path, broken: str | None, keep: int | None) -> None:
@@ -466,17 +274,3 @@ def _refuse_to_replace_a_sound_one(final: Path, broken: str | None) -> None:
             f"{final} is sound and stays: what was to replace it has values that are no finite numbers, the "
             f"first in {broken}; save that under another step"
         )
-
-
-def _write_text(text: str, path: Path) -> FileDigest:
-    path.write_text(text)
-    return FileDigest.of(path)
-
-
-def _as_json(what: str, values: dict[str, Any]) -> str:
-    try:
-        return json.dumps(values, indent=1) + "\n"
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{what} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
-        ) from error
