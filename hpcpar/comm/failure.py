@@ -135,6 +135,7 @@ class FailureHooks:
                 why = f"it has left by sys.exit({self._exit_status}), and others have not come to their end"
                 self.end_job(why, self._exit_status)
             time.sleep(FAREWELL_POLL_S)
+        self._watch.settle()
         # All ranks are ending. Where their common status is not 0, a launcher that ends the job at the
         # first such one (srun --kill-on-bad-exit=1) sends SIGTERM to those that need a few milliseconds
         # more: it shall find them deaf, or the job's status would be that of the signal.

@@ -82,6 +82,7 @@ class Watch:
         self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
         self._answers: dict[int, dict[str, Any]] = {}
         self._begun: dict[int, int] = {}
+        self._unanswered = 0
         self._looked_s = 0.0
         self._asked_s = 0.0
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
@@ -129,7 +130,7 @@ class Watch:
         if waited_s > ASK_AFTER_S and now_s - self._asked_s > ASK_AFTER_S:
             self._asked_s = now_s
             for rank in missing[:4]:
-                self._transport.control_send(rank, {"kind": "ask", "call": call})
+                self._send_question(rank, call)
 
     def _warn(self, operation: Waited, missing: tuple[int, ...], waited_s: float) -> None:
         """Log which ranks a wait is for, and where these are."""
@@ -224,6 +225,18 @@ class Watch:
             if rank != self._rank:
                 self._transport.control_send(rank, {"kind": "answer", "begun": self._begun, **self._state})
 
+    def _send_question(self, rank: int, call: Call | None = None) -> None:
+        self._transport.control_send(rank, {"kind": "ask", "call": call})
+        self._unanswered += 1
+
+    def settle(self) -> None:
+        """Receive the last answers, as all ranks are at their ends: UCX warns of messages not taken."""
+        until_s = time.monotonic() + ANSWER_WITHIN_S
+        self._read_mail()
+        while self._unanswered > 0 and time.monotonic() < until_s:
+            time.sleep(0.002)
+            self._read_mail()
+
     def _read_mail(self) -> None:
         for rank, message in self._transport.control_receive():
             if message["kind"] == "mismatch":
@@ -238,6 +251,7 @@ class Watch:
                 self._transport.control_send(rank, answer)
             else:
                 self._answers[rank] = message
+                self._unanswered -= "at" in message  # else it was told unasked
 
     def _who_waits_for_whom(self, waited_s: float) -> str:
         """Follow the chain from this rank: each one asked names the next."""
@@ -268,7 +282,7 @@ class Watch:
 
     def _ask(self, rank: int) -> dict[str, Any] | None:
         self._answers.pop(rank, None)
-        self._transport.control_send(rank, {"kind": "ask"})
+        self._send_question(rank)
         deadline_s = time.monotonic() + ANSWER_WITHIN_S
         while rank not in self._answers and time.monotonic() < deadline_s:
             time.sleep(0.002)

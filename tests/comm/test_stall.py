@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hpcpar.comm import Communicator
+from hpcpar.comm.watch import Watch
 from hpcpar.comm.whereabouts import Place, announce, here, locate
 from hpcpar.transport import loopback
 
@@ -172,3 +173,15 @@ def test_settings_that_differ_are_named_on_every_rank(tmp_path, run_ranks):
         assert "HPCPAR_SHARED_MEMORY (shared_memory) is True on ranks 0,2, False on ranks 1" in line
         assert "HPCPAR_ALGORITHM (algorithm) is None on ranks 0,2, 'allgather=ring' on ranks 1" in line
         assert "HPCPAR_CHECK" not in line
+
+
+def test_answers_that_come_after_the_wait_are_received_at_the_end():
+    asks, answers = (Watch(transport, 60.0) for transport in loopback.connect(2))
+    for _ in range(2):
+        asks._send_question(1)
+    late = threading.Timer(0.05, answers.leave)
+    late.start()
+    asks.settle()
+    late.join()
+    assert asks.has_left(1)
+    assert asks._transport.control_receive() == []
