@@ -309,7 +309,7 @@ class MpiTransport:
         self._control.send(world_rank, message)
 
     def control_receive(self) -> list[tuple[int, dict[str, Any]]]:
-        return self._control.receive()
+        return [] if MPI.Is_finalized() else self._control.receive()
 
     def farewell(self) -> Exchange:
         """Collective, without waiting: complete once every rank of the job has come to its end.

@@ -181,8 +181,10 @@ def test_a_status_that_says_failure_is_heard_whatever_the_others_do(tmp_path, ru
     assert time.time() - (tmp_path / "mark").stat().st_mtime < ENDS_WITHIN_S
     status = 3 if exits == "sys.exit(3)" else 1
     left = f"ends the job: it has left by sys.exit({status})" in done.stderr
-    assert done.returncode in ((status,) if left else (1,)), done.stderr
-    assert left or (others == "world.barrier()" and "rank 1 came to the end" in done.stderr), done.stderr
+    # Who waits for that rank ends the job as well, at about the same time.
+    missed = others == "world.barrier()" and "rank 1 came to the end" in done.stderr
+    assert left or missed, done.stderr
+    assert done.returncode in [status] * left + [1] * missed, done.stderr
 
 
 def test_an_exit_that_was_caught_is_none(tmp_path, run_ranks):
