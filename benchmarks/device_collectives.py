@@ -325,7 +325,7 @@ def connect(job: Job) -> list[Any]:
 
 
 def measure_case(case: Case, job: Job, ways: Mapping[str, Communicator], peers: Sequence[Any]) -> list[Line]:
-    """Measure hpcpar's ways, and with them a copy, and these peers."""
+    """Measure hpcpar's ways and these peers, and a copy where none of this size has been measured yet."""
     place = PLACES[case.collective]
     buffers = Buffers.of(case, job.world, device=job.device)
     entered = [
@@ -342,14 +342,14 @@ def measure_case(case: Case, job: Job, ways: Mapping[str, Communicator], peers: 
     wrong = [wrong_elements(one, case, job.world, buffers) for _, one in kept]
     buffers.clear()
     runs: dict[Any, Callable[[], object]] = {(way, one.name): one.run for way, one in kept}
-    if ways:
+    copied = case.collective, case.nbytes
+    if copied not in job.copies_s:
         copy = copy_candidate(case, buffers).run if job.is_first else lambda: None
         runs[COPY, MEMORY_COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job.device).run
         wrong.append(0)
     options = job.options
     timings = measure(runs, job.world, rounds=options.rounds, round_s=options.round_seconds)
-    copied = case.collective, case.nbytes
-    if ways:
+    if (COPY, MEMORY_COPY) in timings:
         job.copies_s[copied] = timings[COPY, MEMORY_COPY].median_s
     copy_bytes_per_s = 2 * case.nbytes / job.copies_s[copied]
     lines = [
@@ -465,7 +465,8 @@ def main() -> None:
     for name, value in said.items():
         say(f"# {name}: {value}")
     facts |= said
-    take({}, peers)
+    if peers:
+        take({}, peers)
     for peer in reversed([*builtin, *peers]):  # not after an error: it is collective
         peer.free()
     missing = [way for way in options.ways if way not in ways] if device.type == "cuda" else []

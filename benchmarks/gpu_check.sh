@@ -200,8 +200,8 @@ train() {
     shift 2
     rank_part "$name" 240 "$count" -- -m hpcpar train examples/tiny.toml \
         model.preset=125m model.vocab_size=50304 train.device=cuda train.precision=bfloat16 \
-        train.steps=30 train.sequence=256 train.global_batch=16 train.microbatch=4 train.evaluate_every=0 train.compare_every=10 \
-        optimizer.learning_rate=3e-4 output.directory="$LOGS/$name" "$@"
+        train.steps=30 train.sequence=256 train.global_batch=16 train.microbatch=4 train.evaluate_every=0 \
+        train.compare_every=10 optimizer.learning_rate=3e-4 output.directory="$LOGS/$name" "$@"
 }
 train train-1 1
 train train-2 2

@@ -19,7 +19,7 @@ TEMPORARY_PREFIX = ".writing-"
 """Prefix of names that belong to writers at work, or to killed ones."""
 
 at_work: set[Path] = set()
-"""Temporary directories into which this process writes just now."""
+"""Temporary directories, resolved, into which this process writes just now."""
 
 
 def sha256(path: Path) -> str:
@@ -50,7 +50,8 @@ def whole_directory(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{final.name}-", dir=final.parent))
-    at_work.add(staging)
+    resolved = staging.resolve()
+    at_work.add(resolved)
     try:
         yield staging
         # The rename must not reach the disk before the content does.
@@ -64,7 +65,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
-        at_work.discard(staging)
+        at_work.discard(resolved)
 
 
 def write_whole(path: Path, text: str) -> None:

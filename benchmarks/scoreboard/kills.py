@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,7 +115,8 @@ def killed(directory: Path, layout: str, after_s: float, draw: random.Random) ->
             return Try(layout, "early")
         victim = draw.choice(ranks)
         was_saving = any((directory / "checkpoints").glob(f"{TEMPORARY_PREFIX}*"))
-        victim.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # it has ended in this moment
+            victim.send_signal(signal.SIGKILL)
         status = job.wait(LIMIT_S)
     steps = len(course(directory))
     if status == 0:

@@ -128,7 +128,9 @@ def prune(directory: Path, *, newest: Path, keep: int) -> None:
         for path in others[: len(others) - stay]:
             # The name goes first: a removal that is cut short must not leave half a checkpoint.
             path.rename(directory / f"{TEMPORARY_PREFIX}removed-{path.name}")
-    for path in set(directory.glob(f"{TEMPORARY_PREFIX}*")) - at_work:
+    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+        if path.resolve() in at_work:
+            continue
         try:
             # Of a link to an archive, only the link goes.
             path.unlink() if path.is_symlink() else shutil.rmtree(path)

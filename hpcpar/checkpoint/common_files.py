@@ -1,4 +1,4 @@
-"""What rank 0 writes of a checkpoint for all: the state that is no tensor, random numbers, the manifest."""
+"""Files of a checkpoint that rank 0 writes for all: states that are no tensors, random numbers, manifest."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hpcpar.errors import CheckpointError
 
 
 def first_not_finite_of(outputs: Sequence[RankOutput]) -> str | None:
+    """Return the first tensor of all ranks with NaN or infinite values; None if there is none."""
     written = (files for each in outputs for files in (each.model, each.optimizer))
     return next((files.not_finite for files in written if files.not_finite is not None), None)
 
@@ -102,6 +103,7 @@ def _write_text(text: str, path: Path) -> FileDigest:
 
 
 def as_json(what: str, values: dict[str, Any]) -> str:
+    """Return the values as JSON; CheckpointError, which names `what`, for values that JSON has not."""
     try:
         return json.dumps(values, indent=1) + "\n"
     except (TypeError, ValueError) as error:

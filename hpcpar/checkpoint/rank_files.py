@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its shards, and the tensors that it has as the first of several."""
+"""Files of a checkpoint that one rank writes: its shards, and tensors that it has as the first of several."""
 
 from __future__ import annotations
 
@@ -58,9 +58,14 @@ class RankFiles:
     optimizer: ShardWriter | None = None
 
     def is_written(self) -> bool:
+        """True if `finish` would not wait."""
         return self.model.is_finished() and (self.optimizer is None or self.optimizer.is_finished())
 
     def finish(self) -> RankOutput:
+        """Return what is in the files, once they are written.
+
+        errors   OSError, CheckpointError
+        """
         self.output.model = self.model.finish()
         if self.optimizer is not None:
             self.output.optimizer = self.optimizer.finish()
@@ -76,6 +81,10 @@ def write_own(
     optimizer: Optimizer | None,
     pool: Executor | None,
 ) -> RankFiles:
+    """Write what the plan leaves to this rank; with a pool, copy it, and have the pool write the copies.
+
+    errors   OSError, CheckpointError
+    """
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}, which rank 0 made, is not there for this rank; save to a file system that "

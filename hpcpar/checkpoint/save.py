@@ -37,7 +37,7 @@ from hpcpar.checkpoint.rank_files import RankFiles, write_own
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_buffers
 from hpcpar.durable import whole_directory
-from hpcpar.errors import CheckpointError
+from hpcpar.errors import CheckpointError, OperationError
 from hpcpar.launch import restart
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ def save_async(
 ) -> PendingSave:
     """Copy the state of a step, and write its checkpoint while training goes on. Collective.
 
-    Takes what `save` does. Each rank copies what it writes into host memory, and returns; a thread writes the
-    copies. The checkpoint has no name, and is none, before `finish` of what is returned, which is collective.
+    Takes what `save` does. Each rank copies what it writes into host memory, which must have room for that,
+    and returns; a thread writes the copies. The checkpoint has no name, and is none, before `finish` of what
+    is returned, which is collective.
 
     errors  as for `save`; those of writing come with `finish`
     """
@@ -166,6 +167,7 @@ class PendingSave:
         self._comm, self._keep = comm, keep
         self._own, self._common = own, common
         self._naming = naming
+        self._is_finished = False
 
     def is_written(self) -> bool:
         """True if this rank has written all that it writes: `finish` waits for others only."""
@@ -174,8 +176,12 @@ class PendingSave:
     def finish(self) -> Path:
         """Give the checkpoint its name, once all ranks have written theirs; return its path. Collective.
 
-        errors  as for `save`: no rank has the checkpoint then, and those of before are untouched
+        errors  as for `save`: no rank has the checkpoint then, and those of before are untouched.
+                OperationError if it was called before
         """
+        if self._is_finished:
+            raise OperationError(f"{self.path} is finished already; each save_async has one finish()")
+        self._is_finished = True
         comm, doing = self._comm, f"saving the checkpoint {self.path}"
         with self._naming as naming:
             with comm.together(doing):

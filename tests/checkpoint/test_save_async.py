@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcpar.checkpoint import files, latest, save, save_async
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
-from hpcpar.errors import CheckpointError, PeerFailedError
+from hpcpar.errors import CheckpointError, OperationError, PeerFailedError
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), momentum=0.9),
@@ -92,17 +92,23 @@ def test_what_is_written_is_the_state_of_its_step_whatever_is_trained_meanwhile(
         gate.set()
         assert pending.finish() == pending.path == behind / "step-00000001"
         assert pending.is_written()
+        with pytest.raises(OperationError, match="finished already"):
+            pending.finish()
 
     run_loopback(ranks, work)
     (there,) = behind.iterdir()
     assert digests(there) == digests(tmp_path / "waited" / "step-00000001")
 
 
-def test_another_checkpoint_leaves_alone_what_is_being_written(tmp_path: Path, gate: threading.Event) -> None:
+def test_another_checkpoint_leaves_alone_what_is_being_written(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def work(comm: Communicator) -> None:
         model, optimizer = made(comm, 1, "adam")
         pending = save_async(tmp_path, step=1, model=model, optimizer=optimizer, comm=comm)
-        save(tmp_path, step=2, model=model, comm=comm, keep=1)
+        save(".", step=2, model=model, comm=comm, keep=1)
         gate.set()
         pending.finish()
 
