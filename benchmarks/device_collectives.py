@@ -15,7 +15,9 @@ everything in their process, be it a copy:
     copy     a copy within the GPU's memory, by one rank of each GPU while the others rest
 
 A call's time is that of the host, from its start until the caller's stream has nothing left to do, on the
-slowest rank; figures are the median and the quartiles of the rounds. Results are compared with the serial
+slowest rank; figures are the median and the quartiles of the rounds. With --in-a-row=N the wait comes after N
+calls, and a call's time is an Nth of that, as training queues them and as NCCL's tests count: what the host
+does for one call then runs beside the GPU's part of the one before it. Results are compared with the serial
 truth first, in a pass that is not timed.
 
 When n ranks share one GPU, all bytes go through its one memory, which a copy reads and writes at B bytes/s.
@@ -121,6 +123,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--rounds", type=at_least(1), default=15, help="default: 15")
     parser.add_argument("--round-seconds", type=float, default=0.1, help="of each line (default: 0.1)")
+    parser.add_argument(
+        "--in-a-row", type=at_least(1), default=1, metavar="N", help="calls before a wait (default: 1)"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds, of a wait (default: 120)")
     parser.add_argument("--json", type=output_file, help="write JSON lines, the first of which is the header")
     parser.add_argument(
@@ -329,7 +334,7 @@ def measure_case(case: Case, job: Job, ways: Mapping[str, Communicator], peers: 
     place = PLACES[case.collective]
     buffers = Buffers.of(case, job.world, device=job.device)
     entered = [
-        (way, finished(one, job.device))
+        (way, one)
         for way, comm in ways.items()
         for one in ours(case, comm, buffers, place)
         if one.name in job.options.algorithms.split(",")
@@ -337,18 +342,24 @@ def measure_case(case: Case, job: Job, ways: Mapping[str, Communicator], peers: 
     for peer in peers:
         for one in peer.candidates(case, job.world, buffers, place):
             if one.name.lower() in job.options.peers:
-                entered.append((one.name, finished(one, job.device)))
-    kept: list[Timed] = [(way, one) for way, one in entered if usable([one], job.world)]
-    wrong = [wrong_elements(one, case, job.world, buffers) for _, one in kept]
+                entered.append((one.name, one))
+    options = job.options
+    kept: list[Timed] = [(way, one) for way, one in entered if usable([finished(one, job.device)], job.world)]
+    wrong = [wrong_elements(finished(one, job.device), case, job.world, buffers) for _, one in kept]
     buffers.clear()
-    runs: dict[Any, Callable[[], object]] = {(way, one.name): one.run for way, one in kept}
+    timed = list(kept)
     copied = case.collective, case.nbytes
     if copied not in job.copies_s:
         copy = copy_candidate(case, buffers).run if job.is_first else lambda: None
-        runs[COPY, MEMORY_COPY] = finished(Candidate(MEMORY_COPY, copy, lambda: None), job.device).run
+        timed.append((COPY, Candidate(MEMORY_COPY, copy, lambda: None)))
         wrong.append(0)
-    options = job.options
-    timings = measure(runs, job.world, rounds=options.rounds, round_s=options.round_seconds)
+    runs = {(way, one.name): finished(one, job.device, options.in_a_row).run for way, one in timed}
+    timings = {
+        name: timing.scaled(1 / options.in_a_row)
+        for name, timing in measure(
+            runs, job.world, rounds=options.rounds, round_s=options.round_seconds
+        ).items()
+    }
     if (COPY, MEMORY_COPY) in timings:
         job.copies_s[copied] = timings[COPY, MEMORY_COPY].median_s
     copy_bytes_per_s = 2 * case.nbytes / job.copies_s[copied]
@@ -422,6 +433,7 @@ def header(job: Job) -> dict[str, Any]:
         "dtype": options.dtype,
         "arrays": f"torch, {device.type}",
         "rounds": options.rounds,
+        "in_a_row": options.in_a_row,
         "gpus": job.gpus,
     }
     if device.type == "cuda":

@@ -6,6 +6,7 @@
 #   install     an environment with hpcpar[cuda13] (or cuda12, as the driver is) and a torch that knows CUDA
 #   doctor      what MPI does with device pointers, and by which libraries
 #   collectives by 2 and 4 ranks: each way beside the GPU's own copies, MPI, gloo and, where it can, NCCL
+#   in-a-row    the all-reduce of 256 MiB again, by calls that are queued behind each other
 #   training    the model of 125 million parameters in bfloat16, by 1 rank and by 2, data parallel, with ZeRO-3, and
 #               tensor parallel: the same losses, to its rounding
 #   tests       those marked `gpu`: in one process, then by 1, 2, 3 and 4 ranks which share the GPU
@@ -16,9 +17,9 @@
 #
 # Where a machine is lent for minutes at a time, three calls do it; the summary then has the parts of all of them:
 #
-#   ONLY="facts doctor collectives-2 train-1 train-2 train-zero-3 train-tp same-losses" benchmarks/gpu_check.sh
+#   ONLY="facts doctor collectives-2 in-a-row-2 train-1 train-2 train-zero-3 train-tp same-losses" benchmarks/gpu_check.sh
 #   ONLY="tests tests-1 tests-2 tests-4" benchmarks/gpu_check.sh
-#   ONLY="tests-3 collectives-4 tune-2 nccl-2" benchmarks/gpu_check.sh
+#   ONLY="tests-3 collectives-4 in-a-row-4 tune-2 nccl-2" benchmarks/gpu_check.sh
 #
 # Where there is no network, bring wheels of what an environment with torch and CuPy has not yet, and name that:
 #
@@ -41,8 +42,8 @@ RESULTS=${RESULTS:-benchmarks/results}
 LOGS=${LOGS:-runs/gpu-check}
 ONLY=${ONLY:-}
 TORCH_ARGS=${TORCH_ARGS:-}
-NAMES=(facts doctor collectives-2 train-1 train-2 train-zero-3 train-tp same-losses tests tests-2 tests-1 tests-4
-    collectives-4 tests-3 tune-2 nccl-2)
+NAMES=(facts doctor collectives-2 in-a-row-2 train-1 train-2 train-zero-3 train-tp same-losses tests tests-2 tests-1
+    tests-4 collectives-4 in-a-row-4 tests-3 tune-2 nccl-2)
 any_passed=no any_failed=no
 
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -191,6 +192,9 @@ collectives() {
     local count=$1
     with_mps rank_part "collectives-$count" 420 "$count" benchmarks/device_collectives.py \
         --json "$RESULTS/device-collectives-$count.jsonl" --min-bytes 1M --rounds 9 --round-seconds 0.05
+    with_mps rank_part "in-a-row-$count" 120 "$count" benchmarks/device_collectives.py \
+        --json "$RESULTS/device-collectives-$count-in-a-row.jsonl" --collectives allreduce --min-bytes 256M \
+        --ways pull,mpi --peers none --rounds 9 --round-seconds 0.05 --in-a-row 10
 }
 collectives 2
 

@@ -39,11 +39,12 @@ def test_every_line_is_measured_and_right_where_it_is_tried_on_cpus(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     path = tmp_path / "figures.jsonl"
-    words = ["--device", "cpu", "--min-bytes", "4K", "--max-bytes", "4K", "--rounds", "2"]
+    words = ["--device", "cpu", "--min-bytes", "4K", "--max-bytes", "4K", "--rounds", "2", "--in-a-row", "2"]
     done = run_ranks(2, str(SCRIPT), *words, "--round-seconds", "0.001", "--json", str(path))
     assert done.returncode == 0, done.stderr
     about, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert (about["benchmark"], about["ranks"], about["rounds"]) == ("device collectives", 2, 2)
+    assert about["in_a_row"] == 2
     assert "left out: torch has no NCCL" in about["peer nccl"]
     assert {line["wrong"] for line in lines} == {0}
     assert {line["collective"] for line in lines} == {

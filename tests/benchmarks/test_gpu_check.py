@@ -19,8 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 PARTS = [
-    *("facts", "doctor", "collectives-2", "train-1", "train-2", "train-zero-3", "train-tp", "same-losses"),
-    *("tests", "tests-2", "tests-1", "tests-4", "collectives-4", "tests-3", "tune-2", "nccl-2"),
+    *("facts", "doctor", "collectives-2", "in-a-row-2", "train-1", "train-2", "train-zero-3", "train-tp"),
+    *("same-losses", "tests", "tests-2", "tests-1", "tests-4", "collectives-4", "in-a-row-4", "tests-3"),
+    *("tune-2", "nccl-2"),
 ]
 A_CALL_S = 600
 """What a part may take at most, where a machine is lent for so long at a time."""
@@ -95,7 +96,9 @@ def test_calls_for_some_parts_each_make_one_summary_which_is_there_at_any_time(t
     places = {name: str(tmp_path / place) for name, place in variables.items()}
     subprocess.run(["bash", str(SCRIPT)], env={**os.environ, "ONLY": "", **places}, check=True, timeout=60)
     summary = (tmp_path / "logs" / "train-1.log").read_text()
-    assert parts(summary, "passed") == ["facts", "doctor", "collectives-2"], "and of the last call nothing"
+    assert parts(summary, "passed") == ["facts", "doctor", "collectives-2", "in-a-row-2"], (
+        "and of the last call nothing"
+    )
 
 
 def test_each_part_fits_into_a_call_and_each_call_that_is_advised_has_other_parts() -> None:
@@ -105,14 +108,14 @@ def test_each_part_fits_into_a_call_and_each_call_that_is_advised_has_other_part
         for seconds in re.findall(r"^ *(?:with_mps )?(?:rank_)?part \S+ (\d+) ", text, re.MULTILINE)
     ]
     limits += [int(seconds) for seconds in re.findall(r"=1 rank_part \S+ (\d+) ", text)]
-    assert len(limits) == 9
+    assert len(limits) == 10
     assert max(limits) < A_CALL_S
     advised = re.findall(r'^#   ONLY="(.*)"', text, re.MULTILINE)
     assert sorted(" ".join(advised).split()) == sorted(PARTS)
 
 
 def test_after_a_part_that_fails_the_others_follow_and_the_status_tells(tmp_path: Path) -> None:
-    done = check(tmp_path, FAILS="run -n 2 benchmarks/device_collectives.py --json")
+    done = check(tmp_path, FAILS="device-collectives-2.jsonl")
     assert done.returncode == 1
     assert "-- collectives-2 failed: status 7; the end of" in done.stdout
     assert "\nbroken\n" in done.stdout
