@@ -107,14 +107,14 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
 def _refuse(
     calls: Calls, compiled: CompiledCollective, peer: int, expected: str, found: str
 ) -> MismatchError:
-    """Tell a message's sender that it is not the one that this rank receives; the error for this rank."""
+    """Tell all ranks that a message is not the one that this rank receives; the error for this rank."""
     sender, own = calls.transport.world_ranks[peer], calls.transport.world_ranks[calls.rank]
     text = (
         f"rank {own} expected {expected} in {compiled.name}, but rank {sender} sent {found}: sender and "
         f"receiver must name the same type and number of elements"
     )
     if sender != own:
-        calls.runtime.watch.refuse(sender, calls.comm_id, text)
+        calls.runtime.watch.refuse(calls.transport.world_ranks, calls.comm_id, text)
     return MismatchError(text)
 
 

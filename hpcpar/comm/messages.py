@@ -2,7 +2,7 @@
 
 Messages meet by sender and tag, in the order in which they were sent. A message must have the element type
 and the number of elements of the buffer that it arrives for: MismatchError otherwise on the receiver, and on
-the sender in what it waits for next on this communicator.
+all others in what they wait for next on this communicator.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Watch:
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
         self._mismatches: dict[int, dict[int, str]] = {}  # by communicator and number of the call
         self._raised: dict[int, int] = {}
-        self._refused: dict[int, str] = {}  # by communicator: what has become of a message of this rank
+        self._refused: dict[int, str] = {}  # by communicator: what a rank has found in a message
         self.inspectors: list[Callable[[tuple[int, ...]], None]] = []
 
     def look(self, operation: Waited, waited_s: float, call: Call | None = None) -> None:
@@ -162,7 +162,7 @@ class Watch:
     def _require_same(self, call: Call) -> None:
         """Raise the MismatchError that this or another rank has found in such a call, or in one before.
 
-        Also of a message that this rank has sent on that communicator.
+        Also of a message on that communicator.
         """
         if call.comm_id in self._refused:
             raise MismatchError(self._refused.pop(call.comm_id))
@@ -190,9 +190,11 @@ class Watch:
         self._raised[comm_id] = number
         self._tell(comm_id, number, text)
 
-    def refuse(self, sender: int, comm_id: int, text: str) -> None:
-        """Tell the sender of a message that this rank raises an error for it."""
-        self._transport.control_send(sender, {"kind": "refused", "comm_id": comm_id, "text": text})
+    def refuse(self, ranks: Sequence[int], comm_id: int, text: str) -> None:
+        """Tell a message's sender, and all others of its communicator, that this rank raises an error for it."""
+        for rank in ranks:
+            if rank != self._rank:
+                self._transport.control_send(rank, {"kind": "refused", "comm_id": comm_id, "text": text})
 
     def _tell(self, comm_id: int, number: int, text: str) -> None:
         for other in self._transport.world_ranks:
