@@ -241,6 +241,7 @@ class Calls:
         arguments.root = root
         words = [arguments.described, "" if root is None else f"root={root}"]
         words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
+        words.append("" if request.name is None else f"name={request.name!r}")
         described = f"{request.collective}({', '.join(filter(None, words))})"
         compiled = compile_collective(self, request, arguments, described, buffer, out)
         compiled.count_write = write_counter(arguments.written)

@@ -142,6 +142,7 @@ class CompiledCollective:
     """A request that is ready to be started, again and again, one execution at a time.
 
     described        the request in words, the same on every rank
+    called           the name that the caller has given it
     executor         does the steps
     turn             other calls that the one under way must not overtake
     lead             makes the stream in which the caller works come after the call's; None: there is none
@@ -156,6 +157,7 @@ class CompiledCollective:
 
     __slots__ = (
         "by",
+        "called",
         "collective",
         "comm",
         "comm_id",
@@ -200,6 +202,7 @@ class CompiledCollective:
         self.world_ranks = world_ranks
         self.row = row
         self.described = described
+        self.called: str | None = None
         self.by = by
         self.tally: Tally = row.open(*traffic)
         self.result = result
@@ -267,8 +270,9 @@ class CompiledCollective:
 
     @property
     def name(self) -> str:
-        """The call in words, for errors: "allreduce (call 7 of 'world')"."""
-        return f"{self.collective} (call {self.number} of {self.comm!r})"
+        """The call in words, for errors: "allreduce 'head' (call 7 of 'world')"."""
+        called = "" if self.called is None else f" {self.called!r}"
+        return f"{self.collective}{called} (call {self.number} of {self.comm!r})"
 
     @property
     def call(self) -> Call:

@@ -243,6 +243,7 @@ def _new(
         traffic=(planned.messages, planned.sent * itemsize, planned.received * itemsize),
     )
     compiled.comm_id = calls.comm_id
+    compiled.called = request.name
     return compiled
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def start_send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> Handle:
     """Send an array's elements; the buffer may be changed once the handle is complete."""
-    return self._calls.start("send", (None, None, None, PLAIN, None, to, tag), buffer)
+    return self._calls.start("send", (None, None, None, PLAIN, None, None, to, tag), buffer)
 
 
 def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
@@ -31,17 +31,17 @@ def send(self: Communicator, buffer: Any, to: int, tag: int = 0) -> None:
         raise OperationError(
             f"rank {to} would wait for itself in send; use start_send, or sendrecv, towards oneself"
         )
-    self._calls.run("send", (None, None, None, PLAIN, None, to, tag), buffer)
+    self._calls.run("send", (None, None, None, PLAIN, None, None, to, tag), buffer)
 
 
 def start_recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Handle:
     """Receive into an array; `wait()` returns it."""
-    return self._calls.start("recv", (None, None, None, PLAIN, None, source, tag), buffer)
+    return self._calls.start("recv", (None, None, None, PLAIN, None, None, source, tag), buffer)
 
 
 def recv(self: Communicator, buffer: Any, source: int, tag: int = 0) -> Any:
     """`start_recv` and wait."""
-    return self._calls.run("recv", (None, None, None, PLAIN, None, source, tag), buffer)
+    return self._calls.run("recv", (None, None, None, PLAIN, None, None, source, tag), buffer)
 
 
 def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, tag: int = 0) -> Any:

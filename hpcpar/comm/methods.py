@@ -10,6 +10,9 @@
     end with identical bits.
 *   `start_x(...)` returns a `Handle` at once; `x(...)` starts the same and waits. All ranks must start
     the collectives of one communicator in the same order.
+*   `name` tells calls apart that are otherwise alike, as two gradients of one shape: ranks that make them in
+    different orders get a MismatchError. Errors of the call have it, too. A program's names should be few,
+    and return: each is compiled once.
 *   `algorithm` names one of `hpcpar.algorithms`; None chooses by size.
 *   `algorithm="native"` is the MPI library's own, where it has one (allreduce, reduce_scatter, allgather,
     broadcast, alltoall), and OperationError where it cannot: over loopback, or in sums of 16-bit floating
@@ -36,6 +39,7 @@ def start_allreduce(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     compression: str | None = None,
@@ -51,7 +55,7 @@ def start_allreduce(
     result            out, or buffer when out is None
     errors            OperationError, BufferTypeError; MismatchError on every rank
     """
-    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None, name
     return self._calls.start("allreduce", asked, buffer, out)
 
 
@@ -62,12 +66,13 @@ def allreduce(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     compression: str | None = None,
 ) -> Any:
     """`start_allreduce` and wait."""
-    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, compression), None, name
     return self._calls.run("allreduce", asked, buffer, out)
 
 
@@ -79,6 +84,7 @@ def start_reduce_scatter(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -89,7 +95,7 @@ def start_reduce_scatter(
     result            out, which may lie in buffer; or, when out is None, this rank's piece as a flat
                       view of buffer, whose other pieces then hold partial sums
     """
-    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts)
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts), name
     return self._calls.start("reduce_scatter", asked, buffer, out)
 
 
@@ -101,11 +107,12 @@ def reduce_scatter(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
     """`start_reduce_scatter` and wait."""
-    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts)
+    asked = op, None, algorithm, (prescale_factor, postscale_factor, None), counts_of(counts), name
     return self._calls.run("reduce_scatter", asked, buffer, out)
 
 
@@ -116,6 +123,7 @@ def start_allgather(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Handle:
     """Give every rank all ranks' shards, one after the other.
 
@@ -123,7 +131,7 @@ def start_allgather(
     out      flat array for all of them; `shard` may be its own piece of it, and then is not copied
     result   out, or a new one-dimensional array
     """
-    asked = None, None, algorithm, PLAIN, counts_of(counts)
+    asked = None, None, algorithm, PLAIN, counts_of(counts), name
     return self._calls.start("allgather", asked, shard, out)
 
 
@@ -134,26 +142,29 @@ def allgather(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """`start_allgather` and wait."""
-    asked = None, None, algorithm, PLAIN, counts_of(counts)
+    asked = None, None, algorithm, PLAIN, counts_of(counts), name
     return self._calls.run("allgather", asked, shard, out)
 
 
 def start_broadcast(
-    self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None
+    self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None, name: str | None = None
 ) -> Handle:
     """Copy the root's buffer into every rank's. In place.
 
     buffer   same shape and element type on every rank
     result   buffer
     """
-    return self._calls.start("broadcast", (None, root, algorithm, PLAIN, None), buffer)
+    return self._calls.start("broadcast", (None, root, algorithm, PLAIN, None, name), buffer)
 
 
-def broadcast(self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None) -> Any:
+def broadcast(
+    self: Communicator, buffer: Any, root: int = 0, *, algorithm: str | None = None, name: str | None = None
+) -> Any:
     """`start_broadcast` and wait."""
-    return self._calls.run("broadcast", (None, root, algorithm, PLAIN, None), buffer)
+    return self._calls.run("broadcast", (None, root, algorithm, PLAIN, None, name), buffer)
 
 
 def start_reduce(
@@ -164,13 +175,14 @@ def start_reduce(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Handle:
     """Reduce all ranks' buffers; the root gets the result, the other ranks' stay as they were.
 
     result   on the root out, or buffer when out is None; None elsewhere
     """
     into = out if self.rank == root else None
-    return self._calls.start("reduce", (op, root, algorithm, PLAIN, None), buffer, into)
+    return self._calls.start("reduce", (op, root, algorithm, PLAIN, None, name), buffer, into)
 
 
 def reduce(
@@ -181,10 +193,11 @@ def reduce(
     *,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """`start_reduce` and wait."""
     into = out if self.rank == root else None
-    return self._calls.run("reduce", (op, root, algorithm, PLAIN, None), buffer, into)
+    return self._calls.run("reduce", (op, root, algorithm, PLAIN, None, name), buffer, into)
 
 
 def start_gather(
@@ -195,13 +208,14 @@ def start_gather(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Handle:
     """Give the root all ranks' shards, one after the other.
 
     counts   elements of each rank's shard, known to all; None: all as many as this one
     result   on the root out, or a new one-dimensional array; None elsewhere
     """
-    asked = None, root, algorithm, PLAIN, counts_of(counts)
+    asked = None, root, algorithm, PLAIN, counts_of(counts), name
     return self._calls.start("gather", asked, shard, out)
 
 
@@ -213,9 +227,10 @@ def gather(
     counts: Sequence[int] | None = None,
     out: Any = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """`start_gather` and wait."""
-    return start_gather(self, shard, root, counts=counts, out=out, algorithm=algorithm).wait()
+    return start_gather(self, shard, root, counts=counts, out=out, algorithm=algorithm, name=name).wait()
 
 
 def start_scatter(
@@ -226,6 +241,7 @@ def start_scatter(
     counts: Sequence[int] | None = None,
     out: Any,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Handle:
     """Give rank r the r-th piece of the root's buffer.
 
@@ -234,7 +250,7 @@ def start_scatter(
     out      this rank's piece
     result   out
     """
-    asked = None, root, algorithm, PLAIN, counts_of(counts)
+    asked = None, root, algorithm, PLAIN, counts_of(counts), name
     return self._calls.start("scatter", asked, buffer, out)
 
 
@@ -246,9 +262,10 @@ def scatter(
     counts: Sequence[int] | None = None,
     out: Any,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """`start_scatter` and wait."""
-    return start_scatter(self, buffer, root, counts=counts, out=out, algorithm=algorithm).wait()
+    return start_scatter(self, buffer, root, counts=counts, out=out, algorithm=algorithm, name=name).wait()
 
 
 def start_alltoall(
@@ -259,6 +276,7 @@ def start_alltoall(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Handle:
     """Send the j-th piece of every rank's buffer to rank j, which gets rank r's as its own r-th.
 
@@ -270,7 +288,7 @@ def start_alltoall(
     counts = None
     if send_counts is not None or receive_counts is not None:
         counts = counts_of(send_counts), counts_of(receive_counts)
-    return self._calls.start("alltoall", (None, None, algorithm, PLAIN, counts), buffer, out)
+    return self._calls.start("alltoall", (None, None, algorithm, PLAIN, counts, name), buffer, out)
 
 
 def alltoall(
@@ -281,19 +299,20 @@ def alltoall(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
     algorithm: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """`start_alltoall` and wait."""
     counts = None
     if send_counts is not None or receive_counts is not None:
         counts = counts_of(send_counts), counts_of(receive_counts)
-    return self._calls.run("alltoall", (None, None, algorithm, PLAIN, counts), buffer, out)
+    return self._calls.run("alltoall", (None, None, algorithm, PLAIN, counts, name), buffer, out)
 
 
-def start_barrier(self: Communicator, *, algorithm: str | None = None) -> Handle:
+def start_barrier(self: Communicator, *, algorithm: str | None = None, name: str | None = None) -> Handle:
     """Complete once every rank has started it."""
-    return self._calls.start("barrier", (None, None, algorithm, PLAIN, None))
+    return self._calls.start("barrier", (None, None, algorithm, PLAIN, None, name))
 
 
-def barrier(self: Communicator, *, algorithm: str | None = None) -> None:
+def barrier(self: Communicator, *, algorithm: str | None = None, name: str | None = None) -> None:
     """`start_barrier` and wait."""
-    self._calls.run("barrier", (None, None, algorithm, PLAIN, None))
+    self._calls.run("barrier", (None, None, algorithm, PLAIN, None, name))

@@ -23,7 +23,7 @@ Scaling = tuple[Any, Any, Any]
 PLAIN: Scaling = (1.0, 1.0, None)
 
 Asked = tuple[Any, ...]
-"""(op, root, algorithm, scaling, counts) of a `Request`; of a message, (…, peer, tag), too."""
+"""(op, root, algorithm, scaling, counts, name) of a `Request`; of a message, (…, peer, tag), too."""
 
 Key = tuple[Any, ...]
 """(collective, input, output, label, asked) of a `Request`, made in a third of its time: calls are looked up
@@ -40,6 +40,7 @@ class Request(NamedTuple):
     scaling          factors and compression of an all-reduce or reduce-scatter
     counts           elements of each rank's piece, where the caller gave them; of an all-to-all, pieces sent
                      and pieces received
+    name             the caller's, which tells it from other calls of the same kind and size
     peer, tag        of a point-to-point message
     """
 
@@ -52,6 +53,7 @@ class Request(NamedTuple):
     algorithm: Any
     scaling: Scaling
     counts: Any
+    name: Any
     peer: Any = None
     tag: Any = None
 

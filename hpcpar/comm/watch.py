@@ -191,7 +191,7 @@ class Watch:
         self._tell(comm_id, number, text)
 
     def refuse(self, ranks: Sequence[int], comm_id: int, text: str) -> None:
-        """Tell a message's sender, and all others of its communicator, that this rank raises an error for it."""
+        """Tell all other ranks of a message's communicator that this rank raises an error for it."""
         for rank in ranks:
             if rank != self._rank:
                 self._transport.control_send(rank, {"kind": "refused", "comm_id": comm_id, "text": text})

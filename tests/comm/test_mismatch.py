@@ -32,6 +32,7 @@ CALLS: dict[str, Call] = {
     "operation": lambda comm, n, other: comm.allreduce(ones(n), "max" if other else "sum"),
     "root": lambda comm, n, other: comm.broadcast(ones(n), root=int(other)),
     "algorithm": lambda comm, n, other: comm.allreduce(ones(n), algorithm="ring" if other else "direct"),
+    "name": lambda comm, n, other: comm.allreduce(ones(n), name="second" if other else "first"),
     "collective": lambda comm, n, other: comm.reduce_scatter(ones(n)) if other else comm.allreduce(ones(n)),
 }
 
@@ -55,7 +56,7 @@ def test_a_difference_is_told_to_every_rank_that_shares_memory(difference, size,
     assert all("something else in the same call" in text for text in found), found
 
 
-@pytest.mark.parametrize("difference", ["operation", "root", "one element more, to a root"])
+@pytest.mark.parametrize("difference", ["operation", "root", "one element more, to a root", "name"])
 def test_a_difference_between_nodes_is_told_to_every_rank_and_names_both_calls(difference):
     found = run_loopback(3, lambda comm: told(comm, CALLS[difference], 100, 1))
     assert all("rank 1 called" in text or "but rank 1 called" in text for text in found), found

@@ -265,7 +265,7 @@ def test_a_message_of_another_form_over_mpi_is_refused_and_the_next_one_is_right
 
 
 def heard(comm):
-    """The words of the error that each rank gets where rank 1 refuses a message of rank 0: others in a barrier."""
+    """Words of the error that each rank gets as rank 1 refuses a message of rank 0: others in a barrier."""
     try:
         if comm.rank == 0:
             comm.start_send(np.ones(3, np.float32), 1).wait()
