@@ -43,6 +43,10 @@ RANKS = 4
 LIMIT_S = 120.0
 FAR_S = 3600.0
 
+MORE_RANKS_THAN_CORES = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 LAUNCHERS = {
     "mpiexec": ("mpiexec", "-n", str(RANKS)),
     "run": (sys.executable, "-m", "hpcpar", "run", "-n", str(RANKS), "--"),
@@ -162,6 +166,7 @@ def tried(launcher: str, way: str, others: str, within_s: float) -> Try:
         job = subprocess.Popen(
             [*LAUNCHERS[launcher], *program],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | MORE_RANKS_THAN_CORES,
         )  # fmt: skip
         try:
             said, _ = job.communicate(timeout=LIMIT_S)

@@ -82,7 +82,7 @@ class Watch:
         self._state: dict[str, Any] = {"text": "is not in a collective", "for": (), "left": False}
         self._answers: dict[int, dict[str, Any]] = {}
         self._begun: dict[int, int] = {}
-        self._unanswered = 0
+        self._unanswered: dict[int, list[float]] = {}  # by rank: times of the questions
         self._looked_s = 0.0
         self._asked_s = 0.0
         self.recent: Callable[[int, int], str | None] = lambda comm_id, number: None
@@ -229,13 +229,13 @@ class Watch:
 
     def _send_question(self, rank: int, call: Call | None = None) -> None:
         self._transport.control_send(rank, {"kind": "ask", "call": call})
-        self._unanswered += 1
+        self._unanswered.setdefault(rank, []).append(time.monotonic())
 
     def settle(self) -> None:
         """Receive the last answers, as all ranks are at their ends: UCX warns of messages not taken."""
         until_s = time.monotonic() + ANSWER_WITHIN_S
         self._read_mail()
-        while self._unanswered > 0 and time.monotonic() < until_s:
+        while any(self._unanswered.values()) and time.monotonic() < until_s:
             time.sleep(0.002)
             self._read_mail()
 
@@ -253,7 +253,8 @@ class Watch:
                 self._transport.control_send(rank, answer)
             else:
                 self._answers[rank] = message
-                self._unanswered -= "at" in message  # else it was told unasked
+                if "at" in message and self._unanswered.get(rank):  # else it was told unasked
+                    del self._unanswered[rank][0]
 
     def _who_waits_for_whom(self, waited_s: float) -> str:
         """Follow the chain from this rank: each one asked names the next."""
@@ -283,9 +284,11 @@ class Watch:
         )
 
     def _ask(self, rank: int) -> dict[str, Any] | None:
+        """Return a rank's answer; None if it leaves this or an earlier question open for `ANSWER_WITHIN_S`."""
+        self._read_mail()
         self._answers.pop(rank, None)
         self._send_question(rank)
-        deadline_s = time.monotonic() + ANSWER_WITHIN_S
+        deadline_s = self._unanswered[rank][0] + ANSWER_WITHIN_S
         while rank not in self._answers and time.monotonic() < deadline_s:
             time.sleep(0.002)
             self._read_mail()

@@ -81,8 +81,8 @@ def locate(place: Place) -> str | None:
         return None
     path = f"/proc/{place.pid}/fd/{place.descriptor}"
     try:
-        if _NAME not in os.readlink(path) or not _handles_signal(place.pid):
-            return None  # another process has its number by now
+        if _NAME not in os.readlink(path) or not _can_answer(place.pid):
+            return None  # stopped, or another process has its number by now
         with open(path, encoding="utf-8", errors="replace") as file:
             file.seek(0, os.SEEK_END)
             os.kill(place.pid, _SIGNAL)
@@ -103,10 +103,11 @@ def _written(file: TextIO) -> str:
     return text
 
 
-def _handles_signal(pid: int) -> bool:
+def _can_answer(pid: int) -> bool:
+    """Return whether a process has a handler for the signal, and is not stopped."""
     with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
+        facts = dict(line.split(maxsplit=1) for line in file if line.startswith(("State:", "SigCgt:")))
+    return facts["State:"][0] not in "Tt" and bool(int(facts["SigCgt:"], 16) >> (_SIGNAL - 1) & 1)
 
 
 def _users(lines: list[tuple[str, str, str]]) -> str:
