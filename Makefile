@@ -158,6 +158,9 @@ plan-check: $(DEV_STAMP)
 scoreboard: $(DEV_STAMP)
 	$(BIN)/hpcpar run -n 2 benchmarks/scoreboard/mismatches.py
 	$(BIN)/hpcpar run -n 4 benchmarks/scoreboard/mismatches.py --sizes 8,4M
+	$(BIN)/python benchmarks/scoreboard/stalls.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/scoreboard/ends.py
+	$(BIN)/python benchmarks/scoreboard/checkpoints.py
 	$(BIN)/python benchmarks/scoreboard/kills.py $(ARGS)
 	$(BIN)/python -m pytest -q tests/data_parallel/test_nonfinite.py tests/data_parallel/test_compare_replicas.py tests/checkpoint/test_untrusted.py
 

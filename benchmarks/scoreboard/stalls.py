@@ -5,10 +5,9 @@
 The last of three ranks stops, sleeps, computes, keeps Python's lock inside of C, blocks in reading, or
 leaves, while the others wait in an all-reduce. A try is
 
-    named    within a second after `--warn-s` the log of a rank names the missing one with its host, and with
-             file and line of its program where it can still tell; within two seconds after `--timeout-s`, or
-             at once where the rank has left, the job has ended with a status other than 0. One of these two
-             seconds is for the missing rank's answer
+    named    within `--within-s` after `--warn-s` the log of a rank names the missing one with its host, and with
+             file and line of its program where it can still tell; as soon after `--timeout-s`, or
+             after the rank has left, the job has ended with a status other than 0
     late, unnamed, no line, status    it was not so
 """
 
@@ -37,7 +36,6 @@ import hpcpar
 RANKS = 3
 LIMIT_S = 60.0
 FAR_S = 3600.0
-WARNED_WITHIN_S, ENDED_WITHIN_S = 1.0, 2.0
 
 
 def compute() -> None:
@@ -96,7 +94,7 @@ class Try(NamedTuple):
     said: str
 
 
-def tried(kind: str, warn_s: float, timeout_s: float) -> Try:
+def tried(kind: str, warn_s: float, timeout_s: float, within_s: float) -> Try:
     with tempfile.TemporaryDirectory() as place:
         stamp = Path(place) / "stamp"
         launcher = (sys.executable, "-m", "hpcpar", "run", "-n", str(RANKS), "--")
@@ -117,11 +115,11 @@ def tried(kind: str, warn_s: float, timeout_s: float) -> Try:
     warned_s = warnings[0][0] - began if warnings else LIMIT_S
     ends_s = 0.0 if expected.leaves else timeout_s
     faults = [
-        *(["late"] if ended - began > ends_s + ENDED_WITHIN_S else []),
+        *(["late"] if ended - began > ends_s + within_s else []),
         *(["status"] if status == 0 else []),
     ]
     if not expected.leaves:
-        faults += ["unnamed"] if warned_s > warn_s + WARNED_WITHIN_S else []
+        faults += ["unnamed"] if warned_s > warn_s + within_s else []
         has_line = any(re.search(rf"{Path(__file__).name}:\d+", line) for _, line in warnings)
         faults += ["no line"] if expected.has_line and not has_line else []
     said = "".join(line for _, line in lines)
@@ -134,6 +132,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=2, help="of each (default: %(default)s)")
     parser.add_argument("--warn-s", type=float, default=2.0, help="default: %(default)s; users have 60")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="default: %(default)s; users have 600")
+    parser.add_argument("--within-s", type=float, default=1.0, help="default: %(default)s")
     parser.add_argument("--words", action="store_true", help="print what was said")
     parser.add_argument("--json", type=Path, help="also write each try as a line of JSON")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
@@ -149,7 +148,7 @@ def main() -> None:
     tries = []
     for kind in asked.kinds.split(","):
         for _ in range(asked.tries):
-            each = tried(kind, asked.warn_s, asked.timeout_s)
+            each = tried(kind, asked.warn_s, asked.timeout_s, asked.within_s)
             tries.append(each)
             warned = "-" if KINDS[kind].leaves else f"{each.warned_s:.2f}"
             print(f"{kind:20} {warned:>10} {each.ended_s:10.2f}  {each.result}", flush=True)

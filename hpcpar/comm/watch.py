@@ -284,7 +284,7 @@ class Watch:
         )
 
     def _ask(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's answer; None if it leaves this or an earlier question open for `ANSWER_WITHIN_S`."""
+        """Return a rank's answer; None if this or an earlier question stays open for `ANSWER_WITHIN_S`."""
         self._read_mail()
         self._answers.pop(rank, None)
         self._send_question(rank)
