@@ -5,9 +5,9 @@
 The last of three ranks stops, sleeps, computes, keeps Python's lock inside of C, blocks in reading, or
 leaves, while the others wait in an all-reduce. A try is
 
-    named    within `--within-s` after `--warn-s` the log of a rank names the missing one with its host, and with
-             file and line of its program where it can still tell; as soon after `--timeout-s`, or
-             after the rank has left, the job has ended with a status other than 0
+    named    within `--within-s` after `--warn-s` the log of a rank names the missing one with its host, and
+             with file and line of its program where it can still tell; as soon after `--timeout-s`, or after
+             the rank has left, the job has ended with a status other than 0
     late, unnamed, no line, status    it was not so
 """
 

@@ -179,6 +179,20 @@ class StoredOptimizer:
         """Return a parameter's master weights, if it had any."""
         return self._states.get(self._first(name), {}).get(MASTER)
 
+    def by_parameter(self) -> dict[str, Any]:
+        """Return all states and groups, whole, by names of parameters, as torch.distributed.checkpoint does."""
+        states: dict[str, dict[str, Any]] = {
+            name: dict(values) for name, values in self._saved.scalars.items()
+        }
+        for name, stored in self._states.items():
+            found = {key: values.whole(self._files) for key, values in stored.items()}
+            states.setdefault(name, {}).update(found)
+        groups = []
+        for number, group in enumerate(self._saved.groups):
+            tensors = {key: stored.whole(self._files) for key, stored in self._options[number].items()}
+            groups.append({"params": group.parameters, **group.options, **tensors})
+        return {"state": states, "param_groups": groups}
+
     def state_dict(self, optimizer: Optimizer, whole_groups: Sequence[Sequence[str]]) -> dict[str, Any]:
         """Build a state_dict for the optimizer from the saved one, without states.
 

@@ -1,4 +1,4 @@
-"""`hpcpar checkpoint inspect DIR` and `hpcpar checkpoint verify DIR`, in one process without MPI.
+"""`hpcpar checkpoint inspect`, `verify` and `convert`, in one process without MPI.
 
 A checkpoint may come from a stranger: its files are checked as `load` checks them, and control characters in
 its names do not reach the terminal.
@@ -29,7 +29,7 @@ DIRECTORY = click.Path(path_type=Path)
 
 @click.group()
 def checkpoint() -> None:
-    """List, describe and verify checkpoints. `hpcpar export` converts one to Hugging Face's format."""
+    """Describe, verify and convert checkpoints. `hpcpar export` converts one to Hugging Face's format."""
 
 
 @checkpoint.command()
@@ -71,6 +71,25 @@ def verify(directory: Path) -> int:
     alone = Communicator.alone()
     faults = [_tell(path, verified_fault_of(path, alone), "sound") for path in found]
     return NOT_SOUND if any(faults) else 0
+
+
+@checkpoint.command()
+@click.argument("directory", type=DIRECTORY)
+@click.argument("target", type=DIRECTORY)
+def convert(directory: Path, target: Path) -> None:
+    """Write the checkpoint DIRECTORY, or the newest sound one in it, into TARGET for other programs.
+
+    TARGET ending in .safetensors gets the model alone; in .pt or .pth, what torch.load reads: model,
+    optimizer, step, extra; without a suffix it becomes a directory of torch.distributed.checkpoint. Tensors
+    that ranks had in pieces are whole in all of them. One process does it, with the memory of all tensors.
+    """
+    from hpcpar.checkpoint.conversion import convert as write
+
+    try:
+        path = write(directory, target)
+    except (HpcparError, OSError) as error:
+        raise click.ClickException(f"hpcpar checkpoint convert: {printable(str(error))}") from error
+    click.echo(printable(f"{path} is in {target}"))
 
 
 def _tell(path: Path, fault: str | None, sound: str) -> str | None:
