@@ -38,8 +38,8 @@ def convert(source: str | Path, target: str | Path) -> Path:
     if write is None:
         known = ", ".join(suffix for suffix in WRITERS if suffix)
         raise CheckpointError(
-            f"{target} ends in {target.suffix}, which is no known format: end it in {known}, or in nothing for a "
-            "directory"
+            f"{target} ends in {target.suffix}, which is no known format: end it in {known}, or in nothing "
+            "for a directory"
         )
     if target.exists():
         raise CheckpointError(f"{target} exists: name another file, or remove it")

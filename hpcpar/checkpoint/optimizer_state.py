@@ -180,7 +180,7 @@ class StoredOptimizer:
         return self._states.get(self._first(name), {}).get(MASTER)
 
     def by_parameter(self) -> dict[str, Any]:
-        """Return all states and groups, whole, by names of parameters, as torch.distributed.checkpoint does."""
+        """Return all states and groups, whole, by parameter names, as torch.distributed.checkpoint does."""
         states: dict[str, dict[str, Any]] = {
             name: dict(values) for name, values in self._saved.scalars.items()
         }
