@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from hpcpar.checkpoint.checkpoint_directory import choose_together
+from hpcpar.checkpoint.checkpoint_directory import choose_together, named_by
 from hpcpar.checkpoint.files import save_tensors
 from hpcpar.checkpoint.load import Contents
 from hpcpar.comm import Communicator
@@ -29,7 +30,8 @@ def convert(source: str | Path, target: str | Path) -> Path:
     torch.distributed.checkpoint.state_dict.set_optimizer_state_dict takes it. All tensors are in memory at
     once.
 
-    source    a checkpoint, or a directory of which the newest sound one is taken
+    source    a checkpoint, or a directory of them or output directory of `hpcpar train`, of which the newest
+              sound one is taken
     result    the checkpoint that was converted
     errors    CheckpointError for a damaged checkpoint, a target that exists, or another suffix
     """
@@ -43,7 +45,8 @@ def convert(source: str | Path, target: str | Path) -> Path:
         )
     if target.exists():
         raise CheckpointError(f"{target} exists: name another file, or remove it")
-    path = choose_together(source, Communicator.alone())
+    named = named_by(source)
+    path = choose_together(source if named == [source] else named[0].parent, Communicator.alone())
     target.parent.mkdir(parents=True, exist_ok=True)
     write(Contents.read(path), target)
     return path
@@ -80,7 +83,8 @@ def _torch_file(contents: Contents, target: Path) -> None:
 
 
 def _distributed(contents: Contents, target: Path) -> None:
-    with whole_directory(target) as staging:
+    with whole_directory(target) as staging, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it takes one process for the whole job
         save_distributed(_everything(contents), checkpoint_id=staging, no_dist=True)
 
 
