@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from hpcpar.cli import overlap_picture, picture
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import MiB
 
@@ -104,14 +105,7 @@ def overlap(run: Path, step: int, output: Path | None) -> None:
         click.echo(table(ranks, step))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    if output is not None:
-        from hpcpar.cli import overlap_picture
-
-        try:
-            overlap_picture.draw(ranks, step, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: overlap_picture.draw(ranks, step, path))
 
 
 def read(path: Path, step: int) -> list[RankStep]:
