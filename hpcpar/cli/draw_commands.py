@@ -38,6 +38,11 @@ COMMANDS: Commands = {
         "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
     "mesh": ("hpcpar.cli.draw_mesh", "mesh", "A layout: which rank is where, and who communicates."),
+    "tp": (
+        "hpcpar.cli.draw_tp",
+        "tp",
+        "Tensor parallelism: how a layer's weights are split, and what f and g send.",
+    ),
     "zero": (
         "hpcpar.cli.draw_zero",
         "zero",
