@@ -48,6 +48,11 @@ COMMANDS: Commands = {
         "zero",
         "Stages of ZeRO: memory of the model state on each rank, and traffic.",
     ),
+    "compare": (
+        "hpcpar.cli.draw_compare",
+        "compare",
+        "Approaches on as many ranks: memory, bytes and time, planned and measured.",
+    ),
     "overlap": (
         "hpcpar.cli.draw_overlap",
         "overlap",
