@@ -58,6 +58,11 @@ COMMANDS: Commands = {
         "overlap",
         "A step of a run: communication that it hid behind computing.",
     ),
+    "memory": (
+        "hpcpar.cli.draw_memory",
+        "memory",
+        "A step of a run: memory of a rank over time, measured and planned.",
+    ),
     "activations": (
         "hpcpar.cli.draw_activations",
         "activations",

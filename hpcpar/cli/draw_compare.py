@@ -198,7 +198,7 @@ def unit_of(found: Iterable[Compared]) -> tuple[int, str]:
 
 
 def table(found: Sequence[Compared]) -> str:
-    """Tabulate memory, bytes and time; where measured, planned on one line and measured under it."""
+    """Tabulate memory, bytes and time as planned; where measured, that stands under it."""
     purposes, (unit, name) = purposes_of(found), unit_of(found)
     head = "".join(f"{HEADINGS[purpose]:>{WIDTHS[purpose]}}" for purpose in purposes)
     calls = "  calls" if any(each.measured is not None for each in found) else ""
@@ -207,10 +207,9 @@ def table(found: Sequence[Compared]) -> str:
         if each.planned is None:
             lines.append(f"{each.name:<30}  cannot be: {each.refused}")
             continue
-        called = f"{each.name}, planned" if each.measured is not None else each.name
-        lines.append(_line(called, each.planned, purposes, unit, is_over=each.refused is not None))
+        lines.append(_line(each.name, each.planned, purposes, unit, is_over=each.refused is not None))
         if each.measured is not None:
-            lines.append(_line("  measured", each.measured, purposes, unit))
+            lines.append(_line("    measured", each.measured, purposes, unit))
     if any(each.refused is not None and each.planned is not None for each in found):
         lines.append("* more than a device has")
     return "\n".join(line.rstrip() for line in lines)

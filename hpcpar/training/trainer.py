@@ -285,11 +285,18 @@ class Run:
     # --- steps ------------------------------------------------------------------------------------
 
     def _watched_step(self, step: int) -> StepResult:
-        """Run a step; in the run's first one, count the saved activations."""
-        if self._activations is not None:
+        """Run a step; in the run's first one, and in those of the timeline, count the saved activations."""
+        trace = self.comm.trace
+        if self._activations is not None and trace is None:
             return self._step(step)
-        with watch_activations(self.model) as self._activations:
-            return self._step(step)
+        with watch_activations(self.model, trace) as activations:
+            result = self._step(step)
+        self._activations = self._activations or activations
+        if trace is not None:
+            (memory,) = memory_report(self.model, self.optimizer).of_ranks
+            state = {what: line.nbytes for what, line in memory.state.items()}
+            trace.count("model state", **state, staging=memory.peak_staging_nbytes)
+        return result
 
     def _step(self, step: int) -> StepResult:
         trace = self.comm.trace
