@@ -58,6 +58,11 @@ COMMANDS: Commands = {
         "overlap",
         "A step of a run: communication that it hid behind computing.",
     ),
+    "fsdp": (
+        "hpcpar.cli.draw_fsdp",
+        "fsdp",
+        "A step of a run: gather, use and free of ZeRO-3's units.",
+    ),
     "memory": (
         "hpcpar.cli.draw_memory",
         "memory",
@@ -82,7 +87,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
-    """Draw collectives, pipelines, context and expert parallelism, a run's overlap, or activations."""
+    """Draw collectives, kinds of parallelism, and the time and memory of runs."""
 
 
 @click.command()

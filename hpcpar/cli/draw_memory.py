@@ -143,12 +143,12 @@ def _step_of(rank: int, events: Sequence[Event], step: int, planned: Mapping[str
         {what: state[what] for what in STATE},
         activations,
         list(_gathered(events, first_s, last_s)),
-        list(_passes(events, first_s, last_s)),
+        list(passes_of(events, first_s, last_s)),
         planned,
     )
 
 
-def _passes(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[Span]:
+def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[Span]:
     """Yield forwards and backwards in order, named F and B."""
     for event in sorted(events, key=lambda each: each["ts"]):
         start_s = event["ts"] / 1e6
