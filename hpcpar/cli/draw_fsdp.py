@@ -12,6 +12,7 @@ import click
 from hpcpar.cli import fsdp_picture, picture
 from hpcpar.cli.draw_memory import passes_of
 from hpcpar.cli.draw_overlap import Interval, Span, common, seconds_of, union
+from hpcpar.cli.draw_overlap import step_of as overlap_of
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import format_nbytes
@@ -28,6 +29,7 @@ class UnitPass(NamedTuple):
 
     gather     from the allocation of its memory until its values are there and used; nbytes of its parameters
     in_flight  when its all-gathers were under way
+    hidden_s   of that, when the program did not stand still for any communication
     waited     when the program stood still for it, the end of `gather`
     freed_s    when its memory was given back
     """
@@ -35,17 +37,13 @@ class UnitPass(NamedTuple):
     unit: str
     gather: Span
     in_flight: Sequence[Interval]
+    hidden_s: float
     waited: Interval
     freed_s: float
 
     @property
     def in_flight_s(self) -> float:
         return seconds_of(self.in_flight)
-
-    @property
-    def hidden_s(self) -> float:
-        """Time of its all-gathers in which the program did something else."""
-        return self.in_flight_s - seconds_of(common(self.in_flight, [self.waited]))
 
 
 class FsdpStep(NamedTuple):
@@ -97,8 +95,8 @@ def fsdp(run: Path, step: int, rank: int, output: Path | None) -> None:
     """Draw gather, use and free of ZeRO-3's units over a step of RUN, an output directory of `hpcpar train`.
 
     The run must be one with optimizer.zero_stage=3 that recorded its first steps:
-    `hpcpar train … optimizer.zero_stage=3 output.timeline_steps=3`. A gather is hidden while the program does
-    something else. On CPUs the same cores do both: what is hidden is waiting, and not the copies.
+    `hpcpar train … optimizer.zero_stage=3 output.timeline_steps=3`. A gather is hidden while the program
+    stands still for nothing. On CPUs the same cores do both: what is hidden is waiting, and not the copies.
     """
     try:
         found = read(run, step)
@@ -132,6 +130,9 @@ def step_of(rank: int, events: Sequence[Event], step: int) -> FsdpStep:
         for each in spans
         if each["cat"] == "communication" and each["name"].startswith("allgather ")
     ]
+    standing = [
+        (start - first_s, stop - first_s) for start, stop in union(overlap_of(rank, events, step).standing)
+    ]
     holds: dict[str, list[Interval]] = defaultdict(list)
     for each in of_units:
         if each["name"].startswith(f"{HOLD} "):
@@ -145,8 +146,9 @@ def step_of(rank: int, events: Sequence[Event], step: int) -> FsdpStep:
             own = [one for one in allgathers if begin_s <= one[0] <= begin_s + told["starting_s"]]
             freed_s = next((stop for start, stop in holds[unit] if start >= ready_s - 1e-6), last_s - first_s)
             waited = (ready_s - told["waited_s"], ready_s)
+            hidden_s = seconds_of(own) - seconds_of(common(own, standing))
             gather = Span(unit, begin_s, ready_s, told["nbytes"])
-            units.append(UnitPass(unit, gather, own, waited, freed_s))
+            units.append(UnitPass(unit, gather, own, hidden_s, waited, freed_s))
     return FsdpStep(rank, last_s - first_s, units, list(passes_of(events, first_s, last_s)))
 
 
