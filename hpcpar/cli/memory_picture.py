@@ -86,7 +86,7 @@ def _draw_planned(axes: Axes, found: StepMemory, unit: int) -> Artist:
         color="black",
         linestyle="--",
         linewidth=1.2,
-        label="planned, without gathered units",
+        label="planned for the fullest rank, without gathered units",
     )
     return line
 

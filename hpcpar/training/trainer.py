@@ -26,6 +26,7 @@ from hpcpar.checkpoint import checkpoint_path
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory_report, watch_activations
+from hpcpar.data_parallel.memory_measurement import model_state
 from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import DivergenceError
 from hpcpar.mesh import Mesh
@@ -293,9 +294,8 @@ class Run:
             result = self._step(step)
         self._activations = self._activations or activations
         if trace is not None:
-            (memory,) = memory_report(self.model, self.optimizer).of_ranks
-            state = {what: line.nbytes for what, line in memory.state.items()}
-            trace.count("model state", **state, staging=memory.peak_staging_nbytes)
+            state = model_state(self.model, self.optimizer)
+            trace.count("model state", **{what: line.nbytes for what, line in state.items()})
         return result
 
     def _step(self, step: int) -> StepResult:

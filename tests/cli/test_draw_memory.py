@@ -25,7 +25,7 @@ def counter(name: str, at_ms: float, **values: float) -> Any:
 
 
 def state(at_ms: float, optimizer: float) -> Any:
-    values = {"parameters": MiB, "gradients": MiB, "optimizer state": optimizer, "staging": 0}
+    values = {"parameters": MiB, "gradients": MiB, "optimizer state": optimizer}
     return counter("model state", at_ms, **values)
 
 
