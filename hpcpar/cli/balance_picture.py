@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.schedule_picture import save_few_colours
+from hpcpar.cli.picture import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +27,7 @@ def draw(found: Sequence[RunBalance], path: Path) -> None:
     for axes, run in zip(panels, found, strict=True):
         _panel(axes, run)
     panels[0].set_ylabel("load of the fullest expert / mean load")
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _panel(axes: Axes, run: RunBalance) -> None:

@@ -21,7 +21,7 @@ from hpcpar.algorithms.prove import Memory, memories
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Space
 from hpcpar.algorithms.topology import Nodes
-from hpcpar.cli.schedule_picture import save_few_colours
+from hpcpar.cli.picture import rank_colour, save
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ def draw(algorithm: Algorithm, size: int, path: Path, *, root: int = 0, nodes: N
     for axes, moment in zip(panels, found, strict=False):
         _draw_moment(axes, moment)
     _head(figure, heading, size)
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _animate(found: Sequence[Moment], heading: str, path: Path) -> None:
@@ -128,7 +125,7 @@ def _animate(found: Sequence[Moment], heading: str, path: Path) -> None:
 def _head(figure: Figure, heading: str, size: int) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=_colour(rank), label=f"of rank {rank}") for rank in range(size)]
+    handles = [Patch(color=rank_colour(rank), label=f"of rank {rank}") for rank in range(size)]
     figure.suptitle(heading, fontsize=9)
     figure.legend(handles=handles, fontsize=8, ncols=min(size, 5), loc="outside lower center")
 
@@ -181,13 +178,6 @@ def _draw_cell(axes: Axes, left: float, rank: int, contributions: int) -> None:
     for number, each in enumerate(ranks):
         stripe = 0.92 / len(ranks)
         axes.add_patch(
-            Rectangle((left + 0.04 + number * stripe, rank - 0.4), stripe, 0.8, color=_colour(each))
+            Rectangle((left + 0.04 + number * stripe, rank - 0.4), stripe, 0.8, color=rank_colour(each))
         )
     axes.add_patch(Rectangle((left + 0.04, rank - 0.4), 0.92, 0.8, fill=False, edgecolor="0.6", lw=0.6))
-
-
-def _colour(rank: int) -> tuple[float, float, float]:
-    from matplotlib import colormaps
-
-    red, green, blue = colormaps["tab10"](rank)[:3]
-    return red, green, blue

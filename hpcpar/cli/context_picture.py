@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.schedule_picture import save_few_colours
+from hpcpar.cli.picture import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,10 +47,7 @@ def draw(drawn: Drawn, path: Path) -> None:
     _draw_sends(ring, "ring", drawn.ring, 2 * most)
     ours.set_ylabel("from rank")
     figure.suptitle(drawn.title, fontsize=10)
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _draw_mask(axes: Axes, drawn: Drawn) -> None:

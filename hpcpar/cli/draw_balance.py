@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import click
 
+from hpcpar.cli import balance_picture, picture
 from hpcpar.errors import ConfigError, HpcparError
 
 
@@ -47,14 +48,7 @@ def balance(runs: tuple[Path, ...], after: int, output: Path | None) -> None:
         click.echo(table(found, after))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    if output is not None:
-        from hpcpar.cli import balance_picture
-
-        try:
-            balance_picture.draw(found, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: balance_picture.draw(found, path))
 
 
 def read(run: Path) -> RunBalance:

@@ -38,15 +38,35 @@ COMMANDS: Commands = {
         "Runs of models with experts: how evenly these were loaded, step by step.",
     ),
     "mesh": ("hpcpar.cli.draw_mesh", "mesh", "A layout: which rank is where, and who communicates."),
+    "tp": (
+        "hpcpar.cli.draw_tp",
+        "tp",
+        "Tensor parallelism: how a layer's weights are split, and what f and g send.",
+    ),
     "zero": (
         "hpcpar.cli.draw_zero",
         "zero",
         "Stages of ZeRO: memory of the model state on each rank, and traffic.",
     ),
+    "compare": (
+        "hpcpar.cli.draw_compare",
+        "compare",
+        "Approaches on as many ranks: memory, bytes and time, planned and measured.",
+    ),
     "overlap": (
         "hpcpar.cli.draw_overlap",
         "overlap",
         "A step of a run: communication that it hid behind computing.",
+    ),
+    "fsdp": (
+        "hpcpar.cli.draw_fsdp",
+        "fsdp",
+        "A step of a run: gather, use and free of ZeRO-3's units.",
+    ),
+    "memory": (
+        "hpcpar.cli.draw_memory",
+        "memory",
+        "A step of a run: memory of a rank over time, measured and planned.",
     ),
     "activations": (
         "hpcpar.cli.draw_activations",
@@ -67,7 +87,7 @@ class Drawings(LazyGroup):
 
 @click.group(cls=Drawings, lazy=COMMANDS, context_settings={"show_default": True})
 def draw() -> None:
-    """Draw collectives, pipelines, context and expert parallelism, a run's overlap, or activations."""
+    """Draw collectives, kinds of parallelism, and the time and memory of runs."""
 
 
 @click.command()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from hpcpar.cli import context_picture, picture
 from hpcpar.context_parallel import METHODS, Mask
 from hpcpar.context_parallel.plan import Plan, balanced, positions_of, prove
 from hpcpar.context_parallel.traffic import Heads, Traffic, moves_of, traffic
@@ -86,14 +87,7 @@ def context(output: Path | None, **given: Any) -> None:
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{drawn.title}\n\n{mask_chart(drawn)}\n\n{table(drawn)}")
-    if output is not None:
-        from hpcpar.cli import context_picture
-
-        try:
-            context_picture.draw(drawn, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: context_picture.draw(drawn, path))
 
 
 def planned(method: str, ranks: int, inner: int | None, keep: bool, **given: Any) -> Drawn:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from hpcpar.algorithms.topology import Link
+from hpcpar.cli import experts_picture, picture
 from hpcpar.cli.draw_context import COLOURS
 from hpcpar.errors import HpcparError, LayoutError
 from hpcpar.expert_parallel.dispatch import Dispatch, RowMessage, between_nodes, prove, rows_sent, seconds
@@ -76,14 +77,7 @@ def experts(output: Path | None, **given: Any) -> None:
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{drawn.title}\n\n{load_chart(drawn.dispatch)}\n\n{table(drawn)}")
-    if output is not None:
-        from hpcpar.cli import experts_picture
-
-        try:
-            experts_picture.draw(drawn, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: experts_picture.draw(drawn, path))
 
 
 def planned(

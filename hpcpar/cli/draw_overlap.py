@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
-from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.cli import overlap_picture, picture
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
+from hpcpar.errors import HpcparError
 from hpcpar.units import MiB
-
-LAST_OF_STEP = "optimizer"
 
 
 class Span(NamedTuple):
@@ -100,51 +99,30 @@ def overlap(run: Path, step: int, output: Path | None) -> None:
     same cores do both: what is hidden is waiting, and not the copies and sums.
     """
     try:
-        ranks = read(run / "timeline.json" if run.is_dir() else run, step)
+        ranks = read(run, step)
         click.echo(table(ranks, step))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    if output is not None:
-        from hpcpar.cli import overlap_picture
-
-        try:
-            overlap_picture.draw(ranks, step, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: overlap_picture.draw(ranks, step, path))
 
 
-def read(path: Path, step: int) -> list[RankStep]:
+def read(run: Path, step: int) -> list[RankStep]:
     """Read a step of each rank; ConfigError for a file that is no timeline, or has fewer steps."""
-    try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        of_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for event in events:
-            if event["ph"] == "X":
-                of_rank[event["pid"]].append(event)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is no timeline of a run ({type(error).__name__}: {error}); record one by hpcpar train … "
-            "output.timeline_steps=3"
-        ) from error
-    return [_step_of(rank, recorded, step) for rank, recorded in sorted(of_rank.items())]
+    return [step_of(rank, events, step) for rank, events in events_of(run).items()]
 
 
-def _step_of(rank: int, events: Sequence[dict[str, Any]], step: int) -> RankStep:
+def step_of(rank: int, events: Sequence[Event], step: int) -> RankStep:
+    """Return a step of one rank; ConfigError where it has fewer steps."""
     spans: dict[str, list[Span]] = defaultdict(list)
     for event in events:
+        if event["ph"] != "X":
+            continue
         start_s, arguments = event["ts"] / 1e6, event.get("args", {})
         span = Span(event["name"], start_s, start_s + event["dur"] / 1e6, arguments.get("nbytes_sent", 0))
         spans[event["cat"]].append(span)
         if arguments.get("blocking") or event["name"].startswith("wait "):
             spans["waiting"].append(span)
-    ends = sorted(span.stop_s for span in spans["compute"] if span.name == LAST_OF_STEP)
-    if step > len(ends):
-        raise ConfigError(
-            f"--step {step}, but the timeline has {len(ends)} steps; give one of them, or record more by "
-            "output.timeline_steps"
-        )
-    first_s, last_s = ([0.0, *ends][step - 1], ends[step - 1])
+    first_s, last_s = bounds_of_step(events, step)
     compute, in_flight, standing = (
         [span for span in spans[kind] if first_s <= span.start_s < last_s]
         for kind in ("compute", "communication", "waiting")

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 import click
 
+from hpcpar.cli import picture
 from hpcpar.planner.memory import STATE, StateWidths, model_state_nbytes
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.units import GiB
 
 OPTIMIZERS = {"adamw": 2, "sgd": 1}
 """Values of state for each parameter."""
-
-COLOURS = ((0.36, 0.60, 0.86), (0.95, 0.60, 0.25), (0.42, 0.72, 0.38))
-"""Of parameters, gradients and optimizer state, as ZeRO's figure 1 has them."""
 
 
 class StageMemory(NamedTuple):
@@ -85,12 +83,7 @@ def zero(
     found = stages(parameters, ranks, precision=precision, optimizer=optimizer, microbatches=microbatches)
     title = f"{parameters:,} parameters in {precision}, {optimizer}, {ranks} ranks"
     click.echo(f"{title}\n\n{table(found, ranks, precision)}")
-    if output is not None:
-        try:
-            draw(found, title, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}")
+    picture.write(output, lambda path: draw(found, title, path))
 
 
 def table(found: Sequence[StageMemory], ranks: int, precision: str) -> str:
@@ -109,12 +102,10 @@ def draw(found: Sequence[StageMemory], title: str, path: Path) -> None:
     # Imported here, so that nothing but a picture waits for it.
     from matplotlib.figure import Figure
 
-    from hpcpar.cli.schedule_picture import save_few_colours
-
     figure = Figure(figsize=(8.0, 2.8), dpi=110, layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(found)
-    for part, colour in zip(STATE, COLOURS, strict=True):
+    for part, colour in zip(STATE, picture.STATE_COLOURS, strict=True):
         widths = [each.nbytes[part] / GiB for each in found]
         axes.barh(range(len(found)), widths, left=left, color=colour, label=part, height=0.7)
         left = [before + width for before, width in zip(left, widths, strict=True)]
@@ -128,7 +119,4 @@ def draw(found: Sequence[StageMemory], title: str, path: Path) -> None:
     axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="lower right")
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    picture.save(figure, path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.schedule_picture import save_few_colours
+from hpcpar.cli.picture import rank_colour, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,19 +37,14 @@ def draw(drawn: DrawnExperts, path: Path) -> None:
         _draw_rows(axes, each, drawn.dispatch.nodes, most)
     one.set_ylabel("from rank")
     figure.suptitle(drawn.title, fontsize=10)
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
-    from matplotlib import colormaps
-
     from hpcpar.cli.draw_experts import balance
 
     loads = dispatch.loads
-    colours = [colormaps["tab10"](rank % 10) for rank in dispatch.owners]
+    colours = [rank_colour(rank) for rank in dispatch.owners]
     axes.bar(range(len(loads)), loads, color=colours)
     mean = sum(loads) / len(loads)
     axes.axhline(mean, color="black", linewidth=0.8, linestyle="--")

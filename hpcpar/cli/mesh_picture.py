@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.schedule_picture import save_few_colours, shade
+from hpcpar.cli.picture import rank_colour, save, shade
 from hpcpar.errors import LayoutError
 from hpcpar.planner.layout import AXES, Layout
 
@@ -49,7 +49,6 @@ def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
     if largest > LARGEST:
         raise LayoutError(f"a picture shows {LARGEST} ranks along an axis, not {largest}")
     # Imported here, so that nothing but a picture waits for it.
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -65,8 +64,7 @@ def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
     for z, minus_y, x, rank in sorted(places, key=lambda place: (-place[0], place[1], place[2])):
         left = x * GAP * SIDE + z * DEPTH[0] * 2.2
         bottom = minus_y * GAP * SIDE * 1.25 + z * DEPTH[1] * 2.2
-        red, green, blue = colormaps["tab10"](homes[rank] % 10)[:3]
-        _cube(panel, (left, bottom), (red, green, blue), str(rank))
+        _cube(panel, (left, bottom), rank_colour(homes[rank]), str(rank))
     panel.set_aspect("equal")
     panel.autoscale_view()
     _arrows(panel, across, back, down)
@@ -74,12 +72,9 @@ def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
     panel.set_title(f"{layout}: {layout.size} ranks", fontsize=10)
     nodes = sorted(set(homes))
     if len(nodes) <= 10:
-        handles = [Patch(color=colormaps["tab10"](node), label=f"node {node}") for node in nodes]
+        handles = [Patch(color=rank_colour(node), label=f"node {node}") for node in nodes]
         figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _cube(axes: Axes, at: Point, colour: tuple[float, float, float], name: str) -> None:

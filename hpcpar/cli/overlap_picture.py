@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.schedule_picture import COLOURS, IDLE, save_few_colours
+from hpcpar.cli.picture import BACKWARD, COMMUNICATION, FORWARD, IDLE, WEIGHTS, save, tidy_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from hpcpar.cli.draw_overlap import RankStep, Span
 
-COLOUR_OF = {"forward": COLOURS["F"], "backward": COLOURS["B"], "optimizer": COLOURS["W"]}
-COMMUNICATION = (0.55, 0.40, 0.72)
+COLOUR_OF = {"forward": FORWARD, "backward": BACKWARD, "optimizer": WEIGHTS}
 LARGEST = 8
 """Ranks that are drawn."""
 
@@ -51,19 +50,13 @@ def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
         (was, names, f"step {step} as it was"),
         (would, [f"rank {each.rank}" for each in shown], f"one by one: {saved_s * 1e3:.1f} ms longer"),
     ):
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        tidy_rows(axes, labels)
         axes.set_title(title, fontsize=9, loc="left", pad=3)
     would.set_xlabel("ms")
     colours = {**COLOUR_OF, "communication": COMMUNICATION, "stands still": IDLE}
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) -> None:

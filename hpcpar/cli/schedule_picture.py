@@ -9,12 +9,12 @@ A bar's colour is its kind, the number in it the microbatch.
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcpar.cli.picture import BACKWARD, FORWARD, IDLE, WEIGHTS, Colour, save, shade
 from hpcpar.pipeline_schedules.action import Kind
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Colour = tuple[float, float, float]
-
-COLOURS: dict[Kind, Colour] = {"F": (0.36, 0.60, 0.86), "B": (0.95, 0.60, 0.25), "W": (0.42, 0.72, 0.38)}
+COLOURS: dict[Kind, Colour] = {"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}
 
 NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weights' gradients, where apart"}
-
-IDLE: Colour = (0.90, 0.90, 0.90)
 
 WIDTH_INCHES = 14.0
 RANK_INCHES = 0.21
@@ -54,7 +50,6 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
     until_s   where the axis of time ends; None: where the longest panel does
     """
     # Imported here, so that nothing but a picture waits for it.
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     inches = sum(HEAD_INCHES + RANK_INCHES * len(panel.timetable.rows) for panel in panels)
@@ -68,28 +63,7 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
     all_axes[-1].set_xlim(0, until_s)
     all_axes[-1].set_xlabel("seconds")
     _legend(figure, panels)
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-        return
-    # Numbers as text, and with few fonts' names, else a large SVG has many times its bytes.
-    with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "sans-serif"]}):
-        figure.savefig(path, format=path.suffix[1:])  # a name without suffix is no PNG either
-
-
-def save_few_colours(figure: Figure, path: Path) -> None:
-    """Save as PNG with a palette of 64 colours, in a third of the bytes."""
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
-
-
-def shade(colour: Colour, place: int, stages: int) -> Colour:
-    """Lighten the colour of a rank's stage number `place`: the later, the nearer to white."""
-    white = 0.65 * place / max(1, stages - 1)
-    red, green, blue = (part + (1 - part) * white for part in colour)
-    return red, green, blue
+    save(figure, path)
 
 
 def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:

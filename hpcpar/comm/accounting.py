@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,10 @@ class Traffic:
             row.reset()
 
 
+COUNTER = "counter"
+"""Category of values that hold from a time on."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """Something that took time on this rank; seconds of time.perf_counter()."""
@@ -126,3 +131,8 @@ class Trace:
 
     def add(self, name: str, category: str, start_s: float, stop_s: float, **arguments: Any) -> None:
         self.events.append(TraceEvent(name, category, start_s, stop_s, arguments))
+
+    def count(self, name: str, **values: float) -> None:
+        """Note values that hold from now on."""
+        now_s = time.perf_counter()
+        self.events.append(TraceEvent(name, COUNTER, now_s, now_s, values))

@@ -14,6 +14,7 @@ backward finds the unsharded values where forward left them.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,10 @@ from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
     from hpcpar.comm.compiled import Handle
+
+
+UNITS, GATHER, HOLD, ROOT = "units", "gather", "hold", "the root"
+"""In a timeline: category of events of units, what begins their names, and the name of a model's own unit."""
 
 
 @dataclass(eq=False)
@@ -112,6 +117,8 @@ class FsdpUnit:
         self._node_shared = node_shared
         self._handles: list[Handle | PendingUpdate] = []
         self._versions: list[int] = []
+        # For the timeline: when its last unsharding began, was under way, and was there.
+        self._began_s = self._started_s = self._ready_s = 0.0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -134,6 +141,7 @@ class FsdpUnit:
         """Start the all-gather of its parameters. Collective."""
         if self.is_allocated:
             return
+        began_s = time.perf_counter()
         self.is_unsharding = True
         self._stats.add(self)
         for group in self.groups:
@@ -146,10 +154,12 @@ class FsdpUnit:
                 own, flat = own.view(torch.uint8), octets(flat)
             comm = self._comms.shard_comm(group.block.bucket.replicas)
             self._handles.append(comm.start_allgather(own, out=flat))
+        self._began_s, self._started_s = began_s, time.perf_counter()
 
     def unshard(self) -> None:
         """Return when its parameters have their values. Collective."""
         self.start_unshard()
+        waits_s = time.perf_counter()
         try:
             for handle in self._handles:
                 handle.wait()
@@ -163,6 +173,9 @@ class FsdpUnit:
                     parameter.data = view
             self.is_unsharding, self.is_unsharded = False, True
             self.forget_writes()
+            self._ready_s = time.perf_counter()
+            starting_s, waited_s = self._started_s - self._began_s, self._ready_s - waits_s
+            self._note(GATHER, self._began_s, self._ready_s, starting_s=starting_s, waited_s=waited_s)
 
     def reshard(self) -> None:
         """Free all but this rank's shards; OperationError if somebody wrote to the unsharded parameters."""
@@ -175,6 +188,7 @@ class FsdpUnit:
                 parameter.data = placeholder
                 parameter.__class__ = ShardedParameter
             group.flat.untyped_storage().resize_(0)
+        self._note(HOLD, self._ready_s, time.perf_counter())
         self.is_unsharded = False
         self._stats.remove(self)
         if written is not None:
@@ -184,6 +198,11 @@ class FsdpUnit:
                 "parameters(model, write_back=True); a layer whose forward writes to its weights (max_norm) "
                 "cannot be sharded"
             )
+
+    def _note(self, what: str, start_s: float, stop_s: float, **times_s: float) -> None:
+        trace = self._comms.dp_comm.trace
+        if trace is not None:
+            trace.add(f"{what} {self.name or ROOT}", UNITS, start_s, stop_s, nbytes=self.nbytes, **times_s)
 
     def publish_shards(self) -> None:
         """Start to tell the node's other ranks of new values in this rank's shards of shared memory."""

@@ -101,13 +101,10 @@ def _measured(
             f"memory_report was given a {type(optimizer).__name__} where a DistributedOptimizer is needed; "
             "in one process, make one on a communicator of one rank"
         )
-    ledger, scalars = _Ledger(), 0
-    parameters, gradients = StateLine(), StateLine()
-    gathered = _add_parameters(parameters, model, optimizer, ledger)
+    ledger = _Ledger()
+    state, gathered, scalars = _state(model, optimizer, ledger)
     buffers = ledger.nbytes(model.buffers())
-    _add_gradients(gradients, optimizer, ledger)
     staging = _staging(model, optimizer, ledger)
-    state, scalars = _optimizer_state(optimizer, ledger)
     sharding, sync, update = optimizer.sharding, optimizer.reducer, optimizer.update
     if sharding is not None:
         scalars += ledger.nbytes(
@@ -118,7 +115,7 @@ def _measured(
         rank=optimizer.dp_comm.rank if rank is None else rank,
         ranks=optimizer.replica_comms.shards(None),
         sharers=1 if optimizer.node_shared is None else optimizer.node_shared.ranks,
-        state={PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: state},
+        state=state,
         staging_nbytes=staging,
         peak_staging_nbytes=max(staging, sync.staging_nbytes + sync.peak_waiting_nbytes),
         gathered_nbytes=gathered,
@@ -130,6 +127,22 @@ def _measured(
         scalars_nbytes=scalars,
         process=process_memory(next(iter(devices), None)),
     )
+
+
+def model_state(model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, StateLine]:
+    """Measure the model state on this rank by part, and nothing else: it takes no system calls."""
+    return _state(model, optimizer, _Ledger())[0]
+
+
+def _state(
+    model: nn.Module, optimizer: DistributedOptimizer, ledger: _Ledger
+) -> tuple[dict[str, StateLine], int, int]:
+    """Return the model state by part, the bytes of unsharded units, and those of counters."""
+    parameters, gradients = StateLine(), StateLine()
+    gathered = _add_parameters(parameters, model, optimizer, ledger)
+    _add_gradients(gradients, optimizer, ledger)
+    state, scalars = _optimizer_state(optimizer, ledger)
+    return {PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: state}, gathered, scalars
 
 
 def _trained(optimizer: DistributedOptimizer) -> list[Tensor]:

@@ -13,23 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hpcpar.data_parallel.zero3 import sharding_in
 
+if TYPE_CHECKING:
+    from hpcpar.comm import Trace
+
 
 class Activations:
     """Bytes of storages that autograd holds for backward: `nbytes` now, `peak_nbytes` at most.
 
     parameters   storages that are not counted
+    trace        takes the bytes whenever they change, as the counter "activations"
     """
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: set[int], trace: Trace | None = None) -> None:
         self.nbytes = 0
         self.peak_nbytes = 0
         self._parameters = parameters
+        self._trace = trace
         self._holders: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -47,14 +53,19 @@ class Activations:
         holders = self._holders.get(storage, 0)
         self._holders[storage] = holders + 1
         if not holders:
-            self.nbytes += nbytes
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+            self._change(nbytes)
 
     def let_go(self, storage: int, nbytes: int) -> None:
         self._holders[storage] -= 1
         if not self._holders[storage]:
             del self._holders[storage]
-            self.nbytes -= nbytes
+            self._change(-nbytes)
+
+    def _change(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if self._trace is not None:
+            self._trace.count("activations", nbytes=self.nbytes)
 
 
 class _Saved:
@@ -74,8 +85,10 @@ class _Saved:
 
 
 @contextmanager
-def watch_activations(model: nn.Module) -> Iterator[Activations]:
+def watch_activations(model: nn.Module, trace: Trace | None = None) -> Iterator[Activations]:
     """Count the storages that a microbatch's forward saves for its backward, each once.
+
+    trace   takes the bytes whenever they change
 
     The model's parameters are not counted, nor the kernels' temporary memory. Tensors that
     torch.utils.checkpoint recomputes pass by its own hooks and are not counted; those that it keeps are.
@@ -85,7 +98,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
         memory: list[Tensor] = list(model.parameters())
     else:
         memory = [held.flat for unit in sharding.units for held in unit.groups]
-    activations = Activations({storage_id(tensor) for tensor in memory})
+    activations = Activations({storage_id(tensor) for tensor in memory}, trace)
     with torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack):
         yield activations
 

@@ -134,6 +134,28 @@ class ModelShape:
             max_sequence=config.max_sequence,
         )
 
+    def as_llama(self) -> LlamaConfig:
+        """Return the sizes as those of a model that hpcpar trains; ConfigError where it trains none such."""
+        if self.untrained is not None:
+            raise ConfigError(
+                f"{self.name} has {self.untrained}, which hpcpar plans but does not train; take another model"
+            )
+        return LlamaConfig(
+            *(self.vocab_size, self.hidden_size, self.layers, self.heads, self.kv_heads),
+            *(self.head_size, self.ffn_size, self.max_sequence),
+            tie_embeddings=self.tie_embeddings,
+            dropout=self.dropout,
+            qk_norm=self.qk_norm,
+            experts=self.experts,
+        )
+
+    @property
+    def untrained(self) -> str | None:
+        """Name of a feature that no model of hpcpar's trainer has; None: it can be trained."""
+        if self.latent is not None:
+            return "latent attention"
+        return None if self.gated and not self.layer_norm else "the feed-forward and norms of GPT"
+
     @classmethod
     def named(cls, name: str) -> ModelShape:
         """Return a preset's shape, or read a Hugging Face config.json or a TOML file.

@@ -185,11 +185,10 @@ def _model_table(model: ModelShape, run: PlannedRun) -> dict[str, Any]:
     if run.table is not None:
         # Without it the vocabulary would be the tokenizer's.
         return {"vocab_size": model.vocab_size, **run.table}
-    if not model.gated or model.layer_norm or model.latent is not None:
-        kind = "latent attention" if model.latent is not None else "the feed-forward and norms of GPT"
+    if model.untrained is not None:
         raise ConfigError(
-            f"{model.name} has {kind}, which hpcpar plans but does not train; write the files for another "
-            "model, or leave --write out"
+            f"{model.name} has {model.untrained}, which hpcpar plans but does not train; write the files for "
+            "another model, or leave --write out"
         )
     base = next(
         (name for name, one in PRESETS.items() if one.vocab_size == model.vocab_size and not one.experts),

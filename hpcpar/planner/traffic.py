@@ -311,6 +311,19 @@ class CollectiveCall(NamedTuple):
     kind: Values = "of the model"
 
 
+class Region(NamedTuple):
+    """Collectives at an edge of what ranks compute differently.
+
+    part   "attention", "feed-forward", "experts", "shared expert" or "norms"
+    name   Megatron's: f and g; with sequence parallelism g and ḡ; empty for experts and norms
+    """
+
+    part: str
+    name: str
+    forward: list[CollectiveCall]
+    backward: list[CollectiveCall]
+
+
 class Microbatch(NamedTuple):
     """Size of a forward, or of a forward and its backward."""
 
@@ -433,12 +446,28 @@ class TensorParallelCalls:
         if part.embeds:
             yield from self._of_embedding
 
+    def regions(self, number: int) -> list[Region]:
+        """List the edges of a layer's parts, in the order of forward, and last the gradients of its norms."""
+        experts = self._config.experts_of(number)
+        of_heads = [CollectiveCall("allreduce", width) for width in self._config.query_key_norms]
+        norms = Region("norms", "", [], 2 * self._norm + of_heads)
+        if experts is None:
+            return [*self._dense("attention"), *self._dense("feed-forward"), norms]
+        shared = self._dense("shared expert") if experts.shared_ffn_size else []
+        mixture = Region("experts", "", self._mixture, self._of_mixture)
+        return [*self._dense("attention"), mixture, *shared, norms]
+
+    def _dense(self, part: str) -> list[Region]:
+        """List the edges of column layers and the row layer after them."""
+        enter, leave = ("g", "ḡ") if self._tp.sequence_parallel else ("f", "g")
+        return [
+            Region(part, enter, self._column, self._of_column),
+            Region(part, leave, self._row, self._of_row),
+        ]
+
     def layer_forward(self, number: int) -> list[CollectiveCall]:
         """List the collectives of attention and of feed-forward or mixture."""
-        dense, experts = self._column + self._row, self._config.experts_of(number)
-        if experts is None:
-            return 2 * dense
-        return dense + self._mixture + (dense if experts.shared_ffn_size else [])
+        return [call for region in self.regions(number) for call in region.forward]
 
     def layer_again(self, number: int) -> list[CollectiveCall]:
         """List the collectives of a recomputed layer: up to the last value that backward needs.
@@ -452,12 +481,7 @@ class TensorParallelCalls:
 
     def layer_backward(self, number: int) -> list[CollectiveCall]:
         """List the collectives of feed-forward or mixture, of attention, and of their norms."""
-        dense, experts = self._of_row + self._of_column, self._config.experts_of(number)
-        of_heads = [CollectiveCall("allreduce", width) for width in self._config.query_key_norms]
-        norms = 2 * self._norm + of_heads
-        if experts is None:
-            return 2 * dense + norms
-        return dense + self._of_mixture + (dense if experts.shared_ffn_size else []) + norms
+        return [call for region in reversed(self.regions(number)) for call in region.backward]
 
     def shared_heads_backward(self, part: Part) -> list[CollectiveCall]:
         """List the all-reduces of key and value weights over the ranks with the same head."""
@@ -507,6 +531,21 @@ def _add(total: Counter[CollectiveCall], calls: Counter[CollectiveCall], times: 
             total[call] += times * count
 
 
+def call_dtype(call: CollectiveCall, dtype: object) -> str:
+    """Return the type in which a call's values travel; `dtype` is that of the model."""
+    name = dtype_name(dtype)
+    if call.kind == "expert numbers":
+        return "int64"
+    if call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
+        return "float32"
+    return name
+
+
+def call_nbytes(call: CollectiveCall, dtype: object) -> int:
+    """Return the bytes of a call's whole array; `dtype` is that of the model."""
+    return call.values * ITEMSIZE.get(call_dtype(call, dtype), 8)
+
+
 def calls_nbytes(
     comm: Ranks, calls: Counter[CollectiveCall], dtype: object, *, on_device: bool = False
 ) -> Counter[str]:
@@ -517,12 +556,7 @@ def calls_nbytes(
     """
     total: Counter[str] = Counter()
     for call, times in calls.items():
-        name = dtype_name(dtype)
-        if call.kind == "expert numbers":
-            name = "int64"
-        elif call.kind != "of the model" and ITEMSIZE[name] < ITEMSIZE["float32"]:
-            name = "float32"
-        nbytes = call.values * (8 if name == "int64" else ITEMSIZE[name])
+        name, nbytes = call_dtype(call, dtype), call_nbytes(call, dtype)
         op = "max" if call.kind == "largest logits" else "sum"
         sent = collective_nbytes(comm, call.collective, nbytes, dtype=name, op=op, on_device=on_device)
         total[call.collective] += times * sent

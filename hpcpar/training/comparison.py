@@ -24,6 +24,7 @@ from rich.table import Table
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError
 from hpcpar.launch.settings import machine_file
+from hpcpar.planner.approaches import approaches
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.stage_memory import ACTIVATIONS
 from hpcpar.training.config import Config, parse
@@ -44,45 +45,16 @@ max_mib = 1.0
 """
 """What is trained where no file is given."""
 
-EXPERTS = ("model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_size=128")
-
 WARM_UP = 2
 """Steps before those that count; the first one meets buffers that are not there yet."""
-
-
-@dataclass(frozen=True)
-class Approach:
-    """Options of a way to train a model on some ranks."""
-
-    name: str
-    options: tuple[str, ...] = ()
-
-
-def approaches(ranks: int) -> list[Approach]:
-    """Return the ways that use all of so many ranks."""
-    parts = "train.microbatch=2"
-    found = [
-        Approach("data parallel"),
-        *(Approach(f"ZeRO-{stage}", (f"optimizer.zero_stage={stage}",)) for stage in (1, 2, 3)),
-        Approach("tensor parallel", (f"mesh.tp={ranks}",)),
-        Approach(
-            "tensor and sequence parallel", (f"mesh.tp={ranks}", "tensor_parallel.sequence_parallel=true")
-        ),
-        Approach("pipeline", (f"mesh.pp={ranks}", parts)),
-        Approach("context parallel", (f"mesh.cp={ranks}",)),
-    ]
-    if not ranks % 4:
-        axes = ("mesh.tp=2", "mesh.pp=2", parts)
-        found.append(Approach("2D: tp x pp" if ranks == 4 else "3D: dp x tp x pp", axes))
-    found.append(Approach("experts, data parallel", EXPERTS))
-    found.append(Approach("experts, expert parallel", (f"mesh.ep={ranks}", *EXPERTS)))
-    return found
 
 
 @dataclass(frozen=True)
 class Measured:
     """An approach on one rank's view, the same on all.
 
+    run            model and batch in words
+    ranks          of the job
     nbytes_sent    by all ranks in a step, of what theory knows
     beyond         bytes more than theory says, in all steps
     calls          in a step, of the rank that makes most
@@ -97,6 +69,8 @@ class Measured:
     beyond: int
     calls: float
     steps_s: tuple[float, ...]
+    run: str
+    ranks: int
     twice: tuple[float, float] | None = None
 
     @property
@@ -143,7 +117,16 @@ def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Mea
         sent - sum(line.nbytes_theory or 0 for line in lines),
         sum(line.calls - calls for line, _, calls in own) / steps,
         tuple(seconds),
+        described(config),
+        comm.size,
     )
+
+
+def described(config: Config) -> str:
+    """Name model and batch: "tiny, 16 sequences of 128 tokens, float32"."""
+    train = config.train
+    model = config.model.preset if config.model.hugging_face is None else config.model.hugging_face.name
+    return f"{model}, {train.global_batch} sequences of {train.sequence} tokens, {train.precision}"
 
 
 def compare(

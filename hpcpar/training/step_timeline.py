@@ -8,7 +8,9 @@ collectives in flight at once, and one for when its program stood still for them
              communication 2                |allreduce dp gradients|
              waiting                                  |allreduce …|
 
-source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds
+Counters have the bytes of what autograd saves, and after each step those of the model state.
+
+source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds; counters: C
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcpar.comm import Communicator, Trace, TraceEvent
+from hpcpar.comm.accounting import COUNTER
 from hpcpar.pipeline_schedules.timetable import name_event, span_event, trace_file
 
 COMPUTE = "compute"
@@ -69,7 +72,8 @@ class StepTimeline:
 
 def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) -> list[dict[str, Any]]:
     """Return one rank's events in the viewer's format, with names of its process and threads."""
-    categories = sorted({event.category for event in events}, key=lambda name: (name != COMPUTE, name))
+    found = {event.category for event in events} - {COUNTER}
+    categories = sorted(found, key=lambda name: (name != COMPUTE, name))
     formed = [name_event("process_name", rank, 0, f"rank {rank}")]
     thread = 0
     for category in categories:
@@ -82,7 +86,17 @@ def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) ->
                 for each in lane
             ]
             thread += 1
-    return formed
+    return formed + [
+        {
+            "ph": "C",
+            "name": each.name,
+            "pid": rank,
+            "ts": (each.start_s - origin_s) * 1e6,
+            "args": each.arguments,
+        }
+        for each in events
+        if each.category == COUNTER
+    ]
 
 
 def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:

@@ -26,6 +26,7 @@ from hpcpar.checkpoint import checkpoint_path
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory_report, watch_activations
+from hpcpar.data_parallel.memory_measurement import model_state
 from hpcpar.data_parallel.saved_activations import Activations
 from hpcpar.errors import DivergenceError
 from hpcpar.mesh import Mesh
@@ -285,11 +286,17 @@ class Run:
     # --- steps ------------------------------------------------------------------------------------
 
     def _watched_step(self, step: int) -> StepResult:
-        """Run a step; in the run's first one, count the saved activations."""
-        if self._activations is not None:
+        """Run a step; in the run's first one, and in those of the timeline, count the saved activations."""
+        trace = self.comm.trace
+        if self._activations is not None and trace is None:
             return self._step(step)
-        with watch_activations(self.model) as self._activations:
-            return self._step(step)
+        with watch_activations(self.model, trace) as activations:
+            result = self._step(step)
+        self._activations = self._activations or activations
+        if trace is not None:
+            state = model_state(self.model, self.optimizer)
+            trace.count("model state", **{what: line.nbytes for what, line in state.items()})
+        return result
 
     def _step(self, step: int) -> StepResult:
         trace = self.comm.trace

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli.schedule_picture import COLOURS, Colour, Panel, draw, shade
+from hpcpar.cli.picture import Colour, shade
+from hpcpar.cli.schedule_picture import COLOURS, Panel, draw
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError
 from hpcpar.planner.memory import STATE
-from hpcpar.training.comparison import MODEL, Measured, approaches, compare, table
+from hpcpar.training.comparison import MODEL, Measured, compare, table
 
 pytestmark = pytest.mark.timeout(300)  # of which most is for machines that do other work, too
 
@@ -56,15 +56,6 @@ def test_the_table_has_a_line_of_each_and_one_of_the_planner(found: list[Measure
     assert sum(line.lstrip().startswith("planner: ") for line in lines) == len(NAMES)
     assert all(any(line.startswith(name) for line in lines) for name in NAMES)
     assert json.loads(json.dumps(found[0].as_record()))["name"] == NAMES[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "last"), [(2, "context parallel"), (4, "2D: tp x pp"), (8, "3D: dp x tp x pp")]
-)
-def test_approaches_use_all_ranks(ranks: int, last: str) -> None:
-    names = [each.name for each in approaches(ranks)]
-    assert names[0] == "data parallel"
-    assert last in names
 
 
 def test_an_unknown_approach_is_refused_with_the_known_ones() -> None:

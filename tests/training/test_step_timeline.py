@@ -84,3 +84,12 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
 def test_ranks_of_a_node_count_from_one_moment() -> None:
     origins = run_loopback(3, lambda comm: StepTimeline(comm)._origin_s, nodes=[0, 0, 1])
     assert origins[0] == origins[1] != origins[2]
+
+
+def test_a_counter_has_its_values_and_no_thread() -> None:
+    trace = Trace()
+    trace.count("activations", nbytes=3)
+    (noted,) = trace.events
+    process, counter = trace_events(1, trace.events, origin_s=noted.start_s - 2)
+    assert process["args"] == {"name": "rank 1"}
+    assert counter == {"ph": "C", "name": "activations", "pid": 1, "ts": 2e6, "args": {"nbytes": 3}}

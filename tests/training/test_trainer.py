@@ -424,6 +424,35 @@ def test_a_timeline_is_written_on_request(config_of: MakeConfig) -> None:
     assert sum(e["name"] == "optimizer" and e["pid"] == 0 for e in events) == 2
 
 
+def test_a_timeline_counts_memory_and_has_the_units_of_zero_3(config_of: MakeConfig) -> None:
+    config = config_of("output.timeline_steps=2", "optimizer.zero_stage=3", "train.steps=2")
+    memory = trained(config, 2)[0].memory
+    events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]
+    for of_rank in memory.of_ranks:
+        own = [event for event in events if event["pid"] == of_rank.rank]
+        counts = [e["args"] for e in own if e["ph"] == "C" and e["name"] == "model state"]
+        assert len(counts) == 2
+        assert all(counts[-1][what] == line.nbytes for what, line in of_rank.state.items())
+        activations = [e["args"]["nbytes"] for e in own if e["ph"] == "C" and e["name"] == "activations"]
+        assert max(activations) == of_rank.peak_activations_nbytes
+        assert activations[-1] == 0
+        units = [e for e in own if e["ph"] == "X" and e["cat"] == "units"]
+        # A unit has its memory from the start of its gather until it is freed.
+        changes = sorted(
+            change
+            for e in units
+            for at, sign in ((e["ts"], 1), (e["ts"] + e["dur"], -1))
+            for change in [(round(at, 3), sign * e["args"]["nbytes"])]
+        )
+        held = [sum(nbytes for _, nbytes in changes[: place + 1]) for place in range(len(changes))]
+        assert held[-1] == 0
+        assert max(held) == of_rank.peak_gathered_nbytes > 0
+        gathers = [e["name"].removeprefix("gather ") for e in units if e["name"].startswith("gather ")]
+        holds = [e["name"].removeprefix("hold ") for e in units if e["name"].startswith("hold ")]
+        assert sorted(gathers) == sorted(holds)
+        assert "the root" in gathers
+
+
 def test_only_rank_0_reports_and_tells_sizes_progress_traffic_and_files(config_of: MakeConfig) -> None:
     consoles = [Console(file=io.StringIO(), width=80) for _ in range(2)]
     run_loopback(2, lambda comm: Run(config_of(), comm, console=consoles[comm.rank]).train())

@@ -1,0 +1,227 @@
+"""`hpcpar draw memory runs/traced`: a rank's memory over a step of a run, measured and planned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from hpcpar.cli import memory_picture, picture
+from hpcpar.cli.draw_overlap import Span
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
+from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.planner.memory import STATE
+from hpcpar.planner.stage_memory import ACTIVATIONS
+from hpcpar.units import format_nbytes
+
+COLUMNS = 72
+"""Of the drawing as text."""
+
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+ACTION = re.compile(r"\d+([FBW])\d+")
+"""Name of a pipeline's action in a timeline: stage, kind, microbatch."""
+
+Series = Sequence[tuple[float, float]]
+"""(seconds from the start of the step, bytes from then on), in order."""
+
+
+class StepMemory(NamedTuple):
+    """Memory of one rank in a step.
+
+    state        bytes by part of the model state
+    activations  that autograd has saved; gathered: units of ZeRO-3 that are unsharded, or about to be
+    passes       forwards (F) and backwards (B) of microbatches, from the start of the step
+    planned      bytes on the fullest rank, by the planner: state by part, and activations at most; empty
+                 where the run has no prediction
+    """
+
+    rank: int
+    seconds: float
+    state: Mapping[str, float]
+    activations: Series
+    gathered: Series
+    passes: Sequence[Span]
+    planned: Mapping[str, float]
+
+    @property
+    def state_nbytes(self) -> float:
+        return sum(self.state.values())
+
+    @property
+    def peak_nbytes(self) -> float:
+        """Bytes of all that is drawn, at most."""
+        times = [at for at, _ in (*self.activations, *self.gathered)]
+        return self.state_nbytes + max(
+            (value_at(self.activations, at) + value_at(self.gathered, at) for at in times), default=0.0
+        )
+
+    @property
+    def planned_activations(self) -> Series:
+        """Planned bytes along the measured passes: up in a forward, down in a backward; straight between."""
+        alive = most = 0
+        for span in self.passes:
+            alive += {"F": 1, "B": -1}[span.name]
+            most = max(most, alive)
+        if ACTIVATIONS not in self.planned or not most:
+            return []
+        each, alive, found = self.planned[ACTIVATIONS] / most, 0, [(0.0, 0.0)]
+        for span in self.passes:
+            found.append((span.start_s, alive * each))
+            alive += 1 if span.name == "F" else -1
+            found.append((span.stop_s, alive * each))
+        return [*found, (self.seconds, alive * each)]
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="That the picture shows.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
+)
+def memory(run: Path, step: int, rank: int, output: Path | None) -> None:
+    """Draw a rank's memory over a step of RUN, an output directory of `hpcpar train`, or its timeline.json.
+
+    The run must have recorded its first steps: `hpcpar train … output.timeline_steps=3`. Activations are what
+    autograd saved; they rise in forward and fall in backward, above weights, gradients and optimizer state.
+    Planned figures are those of the run's summary.json, for the fullest rank.
+    """
+    try:
+        found = read(run, step)
+        if rank >= len(found):
+            raise ConfigError(f"--rank {rank}, but the run had ranks 0 to {len(found) - 1}")
+        click.echo(f"{table(found, step)}\n\n{chart(found[rank])}")
+    except HpcparError as error:
+        raise click.ClickException(str(error)) from error
+    picture.write(output, lambda path: memory_picture.draw(found[rank], step, path))
+
+
+def read(run: Path, step: int) -> list[StepMemory]:
+    """Read a step of each rank; ConfigError for a file without counters of memory, or with fewer steps."""
+    planned = _planned(run)
+    return [_step_of(rank, events, step, planned) for rank, events in events_of(run).items()]
+
+
+def _planned(run: Path) -> dict[str, float]:
+    """Return the planner's figures from the summary beside the timeline; empty where there are none."""
+    path = (run if run.is_dir() else run.parent) / "summary.json"
+    if not path.is_file():
+        return {}
+    figures = (json.loads(path.read_text(encoding="utf-8")).get("prediction") or {}).get("figures", [])
+    wanted = (*STATE, ACTIVATIONS)
+    return {
+        each["what"]: each["predicted"] for each in figures if each["what"] in wanted and each["predicted"]
+    }
+
+
+def _step_of(rank: int, events: Sequence[Event], step: int, planned: Mapping[str, float]) -> StepMemory:
+    first_s, last_s = bounds_of_step(events, step)
+    counters = [event for event in events if event["ph"] == "C"]
+    states = [(event["ts"] / 1e6, event["args"]) for event in counters if event["name"] == "model state"]
+    if not states:
+        raise ConfigError(
+            "the timeline has no counters of memory; record it anew by hpcpar train … output.timeline_steps=3"
+        )
+    # The state is counted after each step: that of the step before is what this one begins with.
+    before = [state for at, state in states if at <= first_s + 1e-3] if step > 1 else []
+    state = before[-1] if before else states[min(step, len(states)) - 1][1]
+    activations = [
+        (event["ts"] / 1e6 - first_s, event["args"]["nbytes"])
+        for event in counters
+        if event["name"] == "activations" and first_s <= event["ts"] / 1e6 < last_s
+    ]
+    return StepMemory(
+        rank,
+        last_s - first_s,
+        {what: state[what] for what in STATE},
+        activations,
+        list(_gathered(events, first_s, last_s)),
+        list(passes_of(events, first_s, last_s)),
+        planned,
+    )
+
+
+def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[Span]:
+    """Yield forwards and backwards in order, named F and B."""
+    for event in sorted(events, key=lambda each: each["ts"]):
+        start_s = event["ts"] / 1e6
+        if event["ph"] != "X" or event["cat"] != "compute" or not first_s <= start_s < last_s:
+            continue
+        action = ACTION.fullmatch(event["name"])
+        kind = {"forward": "F", "backward": "B"}.get(event["name"]) if action is None else action[1]
+        if kind in ("F", "B"):
+            start_s -= first_s
+            yield Span(kind, start_s, start_s + event["dur"] / 1e6)
+
+
+def _gathered(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[tuple[float, float]]:
+    """Yield the bytes of units of ZeRO-3 whenever they change."""
+    changes: list[tuple[float, float]] = []
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "units":
+            start_s, nbytes = event["ts"] / 1e6 - first_s, event["args"]["nbytes"]
+            # A unit is held from when its gather ends: the same time but for rounding, and freed first.
+            stop_s = round(start_s + event["dur"] / 1e6, 9)
+            changes += [(round(start_s, 9), nbytes), (stop_s, -nbytes)]
+    total = 0.0
+    for at_s, nbytes in sorted(changes):
+        total += nbytes
+        if 0 <= at_s < last_s - first_s:
+            yield at_s, total
+
+
+def value_at(series: Series, at_s: float) -> float:
+    """Return the value that holds at a time; 0 before the first one."""
+    value = 0.0
+    for time_s, nbytes in series:
+        if time_s > at_s:
+            break
+        value = nbytes
+    return value
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def table(found: Sequence[StepMemory], step: int) -> str:
+    """Tabulate the state, and activations and gathered units at most, of each rank; and what was planned."""
+    head = "".join(f"{what:>17}" for what in STATE)
+    lines = [f"{'step ' + str(step):<10}{head}{'activations':>14}{'gathered':>12}{'at most':>12}"]
+    for each in found:
+        state = "".join(f"{format_nbytes(each.state[what]):>17}" for what in STATE)
+        activations, gathered = (
+            format_nbytes(max((nbytes for _, nbytes in series), default=0.0))
+            for series in (each.activations, each.gathered)
+        )
+        lines.append(
+            f"rank {each.rank:<5}{state}{activations:>14}{gathered:>12}{format_nbytes(each.peak_nbytes):>12}"
+        )
+    planned = found[0].planned
+    if planned:
+        state = "".join(f"{format_nbytes(planned.get(what, 0.0)):>17}" for what in STATE)
+        lines.append(f"{'planned':<10}{state}{format_nbytes(planned.get(ACTIVATIONS, 0.0)):>14}")
+    return "\n".join(lines)
+
+
+def chart(found: StepMemory) -> str:
+    """Draw activations over the step as a line of blocks, under the passes that they belong to."""
+    most = max((nbytes for _, nbytes in found.activations), default=0.0) or 1.0
+    cells, passes = "", ""
+    for column in range(COLUMNS):
+        begin, end = (found.seconds * edge / COLUMNS for edge in (column, column + 1))
+        within = [nbytes for at, nbytes in found.activations if begin <= at < end]
+        highest = max([value_at(found.activations, begin), *within])
+        cells += LEVELS[round(highest / most * (len(LEVELS) - 1))]
+        middle = (begin + end) / 2
+        passes += next((each.name for each in found.passes if each.start_s <= middle < each.stop_s), "·")
+    return (
+        f"activations of rank {found.rank}, at most {format_nbytes(most)}, in {found.seconds * 1e3:.1f} ms\n"
+        f"{cells}\n{passes}\nF forward, B backward, · neither"
+    )

@@ -1,0 +1,75 @@
+"""The picture of `hpcpar draw fsdp`: a row for each unit, with its gather, its use and where it is freed.
+
+layer 0   |~~|FFFF|            ~~~|BBBB|
+layer 1     ~~~~~~|FFFF|   ~~~|BBBB|           ~ gather under way
+layer 2         ~~~~~~~|FFFF|BBBB|
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcpar.cli.picture import ACTIVATIONS, BACKWARD, COMMUNICATION, FORWARD, IDLE, save, tidy_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from hpcpar.cli.draw_fsdp import FsdpStep
+    from hpcpar.cli.draw_overlap import Interval
+    from hpcpar.cli.picture import Colour
+
+WAITED: Colour = ACTIVATIONS
+"""Colour of standing still for a gather."""
+
+HELD: dict[str, Colour] = {"": IDLE, "F": FORWARD, "B": BACKWARD}
+
+
+def draw(found: FsdpStep, step: int, path: Path) -> None:
+    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
+    # Imported here, so that nothing but a picture waits for it.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from hpcpar.cli.draw_fsdp import LARGEST, parts_of
+
+    names = found.names[:LARGEST]
+    figure = Figure(figsize=(9.0, 1.4 + 0.34 * len(names)), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for unit in found.units:
+        if unit.unit not in names:
+            continue
+        row = names.index(unit.unit)
+        parts = parts_of(unit, found.passes)
+        for kind in HELD:  # all of it first
+            _bars(axes, row, parts[kind], HELD[kind])
+        _bars(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], IDLE, height=0.2)
+        _bars(axes, row, unit.in_flight, COMMUNICATION, height=0.4)
+        _bars(axes, row, [unit.waited], WAITED, height=0.4)
+    tidy_rows(axes, names)
+    axes.set_xlim(0, found.seconds * 1e3)
+    axes.set_xlabel("ms")
+    hidden = f"{found.hidden_s / found.in_flight_s:.0%}" if found.in_flight_s else "none"
+    axes.set_title(
+        f"step {step} of rank {found.rank}: {len(found.units)} gathers, "
+        f"{found.in_flight_s * 1e3:.1f} ms under way, {hidden} of it hidden",
+        fontsize=10,
+        loc="left",
+    )
+    colours = {
+        "all-gather under way": COMMUNICATION,
+        "stands still for it": WAITED,
+        "held in forward": FORWARD,
+        "in backward": BACKWARD,
+        "memory allocated": IDLE,
+    }
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
+    save(figure, path)
+
+
+def _bars(axes: Axes, row: int, when: Sequence[Interval], colour: Colour, *, height: float = 0.8) -> None:
+    places = [(start * 1e3, (stop - start) * 1e3) for start, stop in when if stop > start]
+    axes.broken_barh(places, (row - height / 2, height), facecolor=colour, edgecolor="white", linewidth=0.2)

@@ -1,0 +1,50 @@
+"""A run's timeline.json as the drawings of a step read it: events by rank, and the bounds of a step."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcpar.errors import ConfigError
+
+Event = dict[str, Any]
+"""An event of the file: ph is X for a span and C for a counter; ts and dur are in microseconds."""
+
+LAST_OF_STEP = "optimizer"
+
+
+def events_of(run: Path) -> dict[int, list[Event]]:
+    """Read spans and counters by rank, from a run's output directory or its file.
+
+    errors   ConfigError for a file that is no timeline
+    """
+    path = run / "timeline.json" if run.is_dir() else run
+    try:
+        of_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+            if event["ph"] in "XC":
+                of_rank[event["pid"]].append(event)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no timeline of a run ({type(error).__name__}: {error}); record one by hpcpar train … "
+            "output.timeline_steps=3"
+        ) from error
+    return dict(sorted(of_rank.items()))
+
+
+def bounds_of_step(events: Sequence[Event], step: int) -> tuple[float, float]:
+    """Return the seconds at which a step of a rank begins and ends; ConfigError where it has fewer steps."""
+    ends = sorted(
+        (event["ts"] + event["dur"]) / 1e6
+        for event in events
+        if event["ph"] == "X" and event["cat"] == "compute" and event["name"] == LAST_OF_STEP
+    )
+    if step > len(ends):
+        raise ConfigError(
+            f"--step {step}, but the timeline has {len(ends)} steps; give one of them, or record more by "
+            "output.timeline_steps"
+        )
+    return [0.0, *ends][step - 1], ends[step - 1]
