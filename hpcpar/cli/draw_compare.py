@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from hpcpar.cli import compare_picture, picture
+from hpcpar.cli import approaches_picture, picture
 from hpcpar.errors import ConfigError, HpcparError, LayoutError
 from hpcpar.planner.approaches import Approach, Batch, approaches, estimate_of, with_experts
 from hpcpar.planner.cluster import Cluster, machine_names
@@ -99,7 +99,7 @@ def compare(
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{title}\n\n{table(found)}\n\n{changes(found)}")
-    picture.write(output, lambda path: compare_picture.draw(found, title, path))
+    picture.write(output, lambda path: approaches_picture.draw(found, title, path))
 
 
 def planned(
