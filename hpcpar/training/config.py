@@ -412,7 +412,8 @@ class ExpertParallelSection(Section):
 class OutputSection(Section):
     """Files of a run, and when they are written.
 
-    directory         metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and checkpoints/
+    directory         run.json, metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and
+                      checkpoints/
     log_every         steps between lines of progress; losses are summed over ranks as often
     checkpoint_every  steps between checkpoints; 0 = by time, and at the end
     checkpoint_minutes  longest time between checkpoints, checked every log_every steps; 0 = no limit

@@ -13,7 +13,7 @@ import torch
 
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError
-from hpcpar.launch.rank_map import gather_rank_map
+from hpcpar.launch.rank_map import RankMap, gather_rank_map
 from hpcpar.launch.settings import machine_file
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
@@ -65,8 +65,8 @@ class Preempted:
     checkpoint: Path
 
 
-def announce(run: Run) -> None:
-    """Report ranks, model, text and steps, before the first step. Collective."""
+def announce(run: Run) -> RankMap | None:
+    """Report ranks, model, text and steps, before the first step; return the ranks on rank 0. Collective."""
     config, shards = run.config, run.data.shards
     total = config.train.last_step * run.tokens_per_step
     rank_map = gather_rank_map(run.comm)
@@ -82,6 +82,7 @@ def announce(run: Run) -> None:
         f"steps: {config.train.last_step} of {config.train.global_batch} × {config.train.sequence} tokens, "
         f"{total:,} in all, {total / len(shards.train):.2f} of the text"
     )
+    return rank_map
 
 
 def _tensor_parallel(run: Run) -> str:

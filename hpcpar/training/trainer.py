@@ -46,6 +46,7 @@ from hpcpar.training.parallelize import parallelize_llama
 from hpcpar.training.pipelined import PipelinedModel
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
 from hpcpar.training.run_directory import RunDirectory
+from hpcpar.training.run_record import recorded
 from hpcpar.training.sequences import Sequences
 from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
@@ -80,6 +81,7 @@ class Run:
         self._preemption = preemption
         self._is_to_stop = False
         self._activations: Activations | None = None
+        self._attempt: dict[str, Any] = {}
         self.mesh = Mesh(comm, config.mesh.model_dump())
         require_composition(config, self.mesh.layout)
         self._losses = self._split_for_losses()
@@ -150,8 +152,14 @@ class Run:
 
     def train(self) -> Outcome | Preempted:
         """Train the steps that are left; evaluate, save and report. Stop early if asked to."""
+        with recorded(self, announce(self)) as self._attempt:
+            outcome = self._train()
+            status = "preempted" if isinstance(outcome, Preempted) else "ended"
+            self._attempt |= {"status": status, "steps": outcome.steps}
+        return outcome
+
+    def _train(self) -> Outcome | Preempted:
         milestones = self.milestones
-        announce(self)
         self.directory.start_clock()
         loss: float | None = None
         held_out: float | None = None
@@ -167,6 +175,7 @@ class Run:
                     start_s = time.perf_counter()
                     done, loss = self.train_steps(start, stop, metrics)
                     seconds += time.perf_counter() - start_s
+                    self._attempt["steps"] = done
                     if self._is_to_stop:
                         return self._stop_early(done)
                     if timeline is not None and stop == milestones.traced_until:
