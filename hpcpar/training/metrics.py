@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpcpar.durable import write_whole
 from hpcpar.models.balancing import LayerBalance
+from hpcpar.training.run_record import now
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -24,6 +25,16 @@ LINE_INTERVAL_S = 5.0
 
 class Metrics:
     """Lines of JSON, one for every step and every held-out loss, and the display of progress.
+
+    step           its index; with a held-out loss, steps done before it
+    time           at its end, UTC by ISO 8601
+    loss, held_out_loss, gradient_norm, learning_rate
+    tokens         learnt from so far
+    step_s, tokens_per_s   mean of the steps since the last line of progress, as are the next two
+    mfu            model FLOPs utilisation, by the description of this machine; absent where there is none
+    nbytes_sent    by rank 0 in a step, by communicator (dp, tp, …; losses: the sum of the losses over ranks)
+    skipped        why the optimizer left the step out
+    experts        see `balance_record`
 
     Numbers that are not finite, such as the gradient norm of a step that float16 skipped, are null.
 
@@ -62,7 +73,7 @@ class Metrics:
 
     def held_out(self, step: int, loss: float) -> None:
         """Write the held-out loss after `step` steps."""
-        self._write([{"step": step, "held_out_loss": loss}])
+        self._write([{"step": step, "time": now(), "held_out_loss": loss}])
         if self._display is not None:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from hpcpar.data_parallel import MemoryReport
-from hpcpar.errors import ConfigError
 from hpcpar.launch.rank_map import RankMap, gather_rank_map
-from hpcpar.launch.settings import machine_file
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
-from hpcpar.training.prediction import Prediction, layers_of, median_step_s, predict
+from hpcpar.training.prediction import Prediction, layers_of, median_step_s, own_machine, predict
 from hpcpar.training.traffic_report import TrafficLine, as_records, table
 from hpcpar.units import format_duration
 
@@ -119,15 +117,11 @@ def sample(run: Run) -> str | None:
 
 def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
     """Compare the planner's figures with the run's, on rank 0."""
-    try:
-        machine: Path | None = machine_file()
-    except ConfigError:  # a user without a home
-        machine = None
     return predict(
         run.config,
         run.model.config,
         run.mesh.layout,
-        machine=machine,
+        machine=own_machine(),
         memory=outcome.memory,
         traffic=outcome.traffic,
         step_s=step_s,

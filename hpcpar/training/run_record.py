@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,9 @@ GIT_LIMIT_S = 10.0
 """Longest time that git may take; on a parallel file system a large checkout takes minutes."""
 
 
-def now() -> str:
-    """Return the time in UTC, by ISO 8601."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def now(*, ago_s: float = 0.0) -> str:
+    """Return the time in UTC, or that of so many seconds before, by ISO 8601 in milliseconds."""
+    return (datetime.now(timezone.utc) - timedelta(seconds=ago_s)).isoformat(timespec="milliseconds")
 
 
 @contextmanager
