@@ -420,6 +420,7 @@ class OutputSection(Section):
     keep              checkpoints to keep; the newest one that is whole and finite always stays
     save_async        copy the state into host memory, and write it while training goes on
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
+    sinks             trackers that get the lines of metrics.jsonl too; each needs the package of its name
     sample_tokens     of text that the trained model writes at the end, after held-out text; 0 = none
     """
 
@@ -430,7 +431,13 @@ class OutputSection(Section):
     keep: int = Field(default=2, gt=0)
     save_async: bool = False
     timeline_steps: int = Field(default=0, ge=0)
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     sample_tokens: int = Field(default=0, ge=0)
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _one_sink_is_enough(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class Config(Section):

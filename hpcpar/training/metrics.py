@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from hpcpar.durable import write_whole
 from hpcpar.models.balancing import LayerBalance
 from hpcpar.training.run_record import now
+from hpcpar.training.sinks import Sinks
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -41,13 +42,23 @@ class Metrics:
     directory     of metrics.jsonl; lines of an earlier run from `first_step` on are dropped
     steps         of the whole run; where none is left, the last held-out loss is dropped and taken again
     console       None = no display
+    sinks         get the same lines, and are closed with the file
     """
 
-    def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        first_step: int,
+        steps: int,
+        console: Console | None,
+        sinks: Sinks | None = None,
+    ) -> None:
         self.path = directory / "metrics.jsonl"
         keep_lines_before(self.path, first_step, is_evaluated_again=first_step >= steps)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._display = Display(console, first_step=first_step, steps=steps) if console else None
+        self._sinks = sinks
 
     def __enter__(self) -> Metrics:
         return self
@@ -60,6 +71,8 @@ class Metrics:
     ) -> None:
         if self._display is not None:
             self._display.stop()
+        if self._sinks is not None:
+            self._sinks.close(failed=error is not None)
         # Closing writes the rest once more; its error has been reported.
         with suppress(OSError) if isinstance(error, OSError) else nullcontext():
             self._file.close()
@@ -77,12 +90,15 @@ class Metrics:
         if self._display is not None:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 
-    def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
         try:
             self._file.writelines(map(_line, records))
             self._file.flush()
         except OSError as error:  # whose message lacks the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if self._sinks is not None:
+            for record in records:
+                self._sinks.log(record)
 
 
 def balance_record(of_stages: Iterable[Mapping[int, LayerBalance]]) -> dict[str, Any]:

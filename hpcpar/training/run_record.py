@@ -134,11 +134,12 @@ def _begun(run: Run, ranks: RankMap) -> dict[str, Any]:
         "hosts": [{"host": node.host, "ranks": len(node.ranks)} for node in ranks.nodes],
         "versions": {**versions(), "mpi": mpi_vendor()},
         "parameters": run.model.config.parameters(),
-        "config": _resolved(run),
+        "config": resolved_config(run),
     }
 
 
-def _resolved(run: Run) -> dict[str, Any]:
+def resolved_config(run: Run) -> dict[str, Any]:
+    """Return the configuration as plain values, with what the run has settled of it."""
     config = run.config
     return config.model_dump(mode="json") | {
         "model": config.model.model_dump(mode="json") | asdict(run.model.config),

@@ -47,9 +47,11 @@ from hpcpar.training.parallelize import parallelize_llama
 from hpcpar.training.pipelined import PipelinedModel
 from hpcpar.training.prediction import mfu_of_a_token, own_machine
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
+from hpcpar.training.resolved_config import flat
 from hpcpar.training.run_directory import RunDirectory
-from hpcpar.training.run_record import now, recorded
+from hpcpar.training.run_record import now, recorded, resolved_config
 from hpcpar.training.sequences import Sequences
+from hpcpar.training.sinks import Sinks, require_sinks
 from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
 from hpcpar.training.training_step import StepResult, held_out_loss, train_step
@@ -86,6 +88,7 @@ class Run:
         self._attempt: dict[str, Any] = {}
         self.mesh = Mesh(comm, config.mesh.model_dump())
         require_composition(config, self.mesh.layout)
+        require_sinks(config.output.sinks, comm)
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
@@ -386,6 +389,9 @@ class Run:
             first_step=self.first_step,
             steps=self.config.train.steps,
             console=self.console,
+            sinks=Sinks(
+                self.config.output.sinks, self.directory.path, self.first_step, flat(resolved_config(self))
+            ),
         )
         return stack.enter_context(metrics)
 
