@@ -157,5 +157,5 @@ def write_reports(run: Run, outcome: Outcome, sampled: str | None) -> None:
         f"held-out loss {outcome.held_out_loss:.3f} nats per token (ln({vocabulary}) = "
         f"{math.log(vocabulary):.3f} knows nothing)\n"
         f"{outcome.tokens_per_s:,.0f} tokens/s, {format_duration(outcome.seconds)} of training\n"
-        f"metrics.jsonl, loss.png, summary.json and checkpoints are in {directory}"
+        f"run.json, metrics.jsonl, loss.png, summary.json and checkpoints are in {directory}"
     )
