@@ -2,7 +2,7 @@
 
     [train]  Length of training, and sizes of its batches.
 
-      steps        int > 0       500       of the optimizer, which the schedule of the learning rate spans
+      steps = 500   int > 0: of the optimizer, which the schedule of the learning rate spans
 
 Types and defaults are those of the models in `training.config`; meanings are the lines of their docstrings,
 or of those of the classes whose fields a table changes.
@@ -35,6 +35,8 @@ CHANGED_BY: dict[type[BaseModel], type] = {ModelSection: LlamaConfig, ExpertsSec
 """Tables that change a preset, and the classes that say what their keys mean."""
 
 PLAIN_NAMES = {bool: "true | false", int: "int", float: "float", str: "text", Path: "path"}
+
+NO_DEFAULT = ("not set", "the preset's")
 
 LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -70,7 +72,9 @@ def keys_table(table: str = "") -> Group:
 
     errors   ConfigError for a table that is not there
     """
-    shown: list[Text | Table] = [Text("None is the value of a key that is left out.")]
+    shown: list[Text | Table] = [
+        Text("A key that is left out has the value shown, or the preset's, or is None.")
+    ]
     chosen = [
         (name, section) for name, section in _tables() if f"{name}.".startswith(f"{table}." if table else "")
     ]
@@ -83,11 +87,9 @@ def keys_table(table: str = "") -> Group:
         title = _docstring(section).partition("\n")[0].partition(" Fields as in ")[0]
         shown.append(Text(f"\n[{name}]  {title}\n"))
         rows = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(3):
-            rows.add_column(overflow="fold", max_width=26)
-        rows.add_column(ratio=1)
         for each in _keys_of(name, section):
-            rows.add_row(*map(Text, (f"  {each.name}", each.kind, each.default, each.meaning)))
+            default = "" if each.default in NO_DEFAULT else f" = {each.default}"
+            rows.add_row(Text(f"  {each.name}{default}"), Text(f"{each.kind}: {each.meaning}"))
         shown.append(rows)
     return Group(*shown)
 
@@ -135,7 +137,7 @@ def _docstring(described: type) -> str:
 
 def _default(field: FieldInfo, is_of_preset: bool) -> str:
     if field.default is None:
-        return "the preset's" if is_of_preset else "not set"
+        return NO_DEFAULT[is_of_preset]
     return toml_value(to_jsonable_python(field.default))
 
 

@@ -72,7 +72,8 @@ def recorded(run: Run, ranks: RankMap | None) -> Iterator[dict[str, Any]]:
         yield attempt
     except BaseException as error:
         first, *_ = str(error).splitlines() or [""]
-        attempt |= {"status": "failed", "error": f"{type(error).__name__}: {first}", "ended": now()}
+        told = f"{type(error).__name__}: {first}".removesuffix(": ")
+        attempt |= {"status": "failed", "error": told, "ended": now()}
         with suppress(OSError):  # a full disk, which is the error to be seen
             _write(path, [*attempts, attempt])
         raise
