@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
@@ -20,6 +22,20 @@ FILES = [
     "planner/fitted/*.json",
     "training/recipes/*.toml",
 ]
+
+
+class BuildWithExamples(build_py):
+    """Put examples/ into the wheel as hpcpar/examples, where `hpcpar example` looks for them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            packed = Path(self.build_lib) / "hpcpar" / "examples"
+            packed.mkdir(parents=True, exist_ok=True)
+            for path in sorted((HERE / "examples").iterdir()):
+                if path.suffix in (".py", ".toml"):
+                    shutil.copyfile(path, packed / path.name)
+
 
 REQUIRED = [
     "torch>=2.5",
@@ -122,6 +138,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hpcpar", "hpcpar.*"]),
     package_data={"hpcpar": FILES},
+    cmdclass={"build_py": BuildWithExamples},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={

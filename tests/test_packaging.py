@@ -160,3 +160,14 @@ def test_make_train_sets_up_and_trains_with_every_python_of_this_machine_and_no_
     assert not {"pytest", "mypy", "ray", "transformers"} & {
         line.split("==")[0] for line in listed.splitlines()
     }
+
+
+def test_the_examples_are_in_what_a_wheel_is_made_of(tmp_path: Path) -> None:
+    words = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "base")]
+    done = subprocess.run(
+        [*words, "--build-lib", str(tmp_path / "lib")], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    packed = {path.name: path.read_bytes() for path in (tmp_path / "lib" / "hpcpar" / "examples").iterdir()}
+    files = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml")]
+    assert packed == {path.name: path.read_bytes() for path in files}

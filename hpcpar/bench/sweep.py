@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import hpcpar
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.bench.measure import (
     COPY,
@@ -37,6 +34,7 @@ from hpcpar.bench.measure import (
     usable,
     wrong_elements,
 )
+from hpcpar.comm.job_facts import versions
 from hpcpar.comm.select import NATIVE, NATIVES
 from hpcpar.errors import ConfigError
 from hpcpar.launch.binding import affinity
@@ -268,19 +266,18 @@ def about(
     benchmark: str, comm: Communicator, mpi: str, what: dict[str, Any], peers: dict[str, str]
 ) -> dict[str, Any]:
     """Describe the job, the benchmark's own settings `what`, and the versions of all libraries."""
+    found = versions()
     return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hpcpar": hpcpar.__version__,
+        "hpcpar": found["hpcpar"],
         "ranks": comm.size,
         "nodes": len(set(comm.nodes)),
         "ranks_per_node": max(comm.nodes.count(node) for node in set(comm.nodes)),
         **what,
         "mpi": mpi,
         **{f"peer {name}": what for name, what in peers.items()},
-        **{package: version(package) for package in ("mpi4py", "numpy", "torch")},
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {platform.system()}",
+        **found,
         "cores": len(affinity()),
     }
 

@@ -1,5 +1,5 @@
-"""The command line: `hpcpar run`, `train`, `export`, `checkpoint`, `serve`, `doctor`, `plan`, `draw`
-and `bench`.
+"""The command line: `hpcpar run`, `train`, `compare`, `example`, `export`, `checkpoint`, `serve`,
+`doctor`, `plan`, `draw` and `bench`.
 
 A command's module is imported when the command is called, so that `hpcpar run` and `hpcpar draw`
 start at once, without torch or MPI. A command returns its exit status, or None for 0.
@@ -24,6 +24,8 @@ Commands = Mapping[str, tuple[str, str, str]]
 COMMANDS: Commands = {
     "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
     "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
+    "compare": ("hpcpar.cli.compare", "compare", "Compare runs: what differs, and what came of it."),
+    "example": ("hpcpar.cli.example", "example", "List examples, or write one into this directory."),
     "export": ("hpcpar.cli.export", "export", "Make a checkpoint a model of Hugging Face's transformers."),
     "checkpoint": ("hpcpar.cli.checkpoint", "checkpoint", "List, describe and verify checkpoints."),
     "serve": ("hpcpar.cli.serve", "serve", "Have a trained model answer, with vLLM."),

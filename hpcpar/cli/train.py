@@ -1,6 +1,7 @@
 """`hpcpar train config.toml [key=value …] [--resume]`: a training run, this process being one rank.
 
-`--recipe NAME` takes a file that comes with the package; `--dry-run` prints what a run needs.
+`--recipe NAME` takes a file that comes with the package; `--dry-run` prints what a run needs, `--show` its
+configuration, `--keys` all keys that there are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 LIST = "list of recipes"
 """Value of --recipe without a name."""
+
+ALL_TABLES = ""
+"""Value of --keys without a table."""
 
 CANNOT_WORK = 2
 """Exit status when the run was asked for in a way that cannot work."""
@@ -58,6 +62,16 @@ ASKED_WRONGLY = (
 @click.option("--full", is_flag=True, help="With --recipe: the run at its published size.")
 @click.option("--dry-run", is_flag=True, help="Print memory by purpose and bytes by axis; start nothing.")
 @click.option("--machine", help="With --dry-run: a machine of the planner, or its file [default: h100-dgx].")
+@click.option(
+    "--show", is_flag=True, help="Print the configuration, and where values come from; start nothing."
+)
+@click.option(
+    "--keys",
+    is_flag=False,
+    flag_value=ALL_TABLES,
+    metavar="[TABLE]",
+    help="Print all keys, or those of a table, with type, default and meaning.",
+)
 def train(
     words: tuple[str, ...],
     resume: bool,
@@ -65,6 +79,8 @@ def train(
     full: bool,
     dry_run: bool,
     machine: str | None,
+    show: bool,
+    keys: str | None,
 ) -> int:
     """Train the model that the TOML file CONFIG describes, on all ranks of the job.
 
@@ -80,7 +96,11 @@ def train(
 
         click.echo(recipes.listing())
         return 0
+    if keys is not None:
+        return _print_keys(keys)
     asked = _asked(words, recipe, full)
+    if show:
+        return _show(asked)
     if dry_run or machine:
         return _dry_run(asked, machine)
     # What follows takes seconds, on many nodes minutes, in which a signal shall not end the job.
@@ -134,6 +154,31 @@ def _asked(words: tuple[str, ...], recipe: str | None, full: bool) -> Asked:
     if not words:
         raise click.UsageError("Missing argument 'CONFIG': a TOML file, or --recipe NAME in its place.")
     return Asked(words[0], words[1:])
+
+
+def _print_keys(table: str) -> int:
+    """Print the keys of the configuration; return the exit status."""
+    from hpcpar.cli.console import own_console
+    from hpcpar.training.described_keys import keys_table
+
+    try:
+        own_console().print(keys_table(table))
+    except errors.ConfigError as error:
+        click.echo(f"hpcpar train --keys: {error}", err=True)
+        return CANNOT_WORK
+    return 0
+
+
+def _show(asked: Asked) -> int:
+    """Print the configuration as TOML; return the exit status."""
+    from hpcpar.training.resolved_config import resolved_toml
+
+    try:
+        click.echo(resolved_toml(asked.stages(), asked.source, asked.overrides))
+    except errors.HpcparError as error:
+        click.echo(f"hpcpar train: {error}", err=True)
+        return CANNOT_WORK
+    return 0
 
 
 def _dry_run(asked: Asked, machine: str | None) -> int:

@@ -34,8 +34,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Experts:
     """A mixture of experts in place of a layer's feed-forward: each token visits k of E.
 
-    count             E
-    per_token         k
+    count             experts, E
+    per_token         experts that each token visits, k
     ffn_size          m, the inner width of each expert's gated feed-forward
     shared_ffn_size   inner width of the shared expert, which every token visits; 0: there is none
     first_dense       layers, from the first on, with an ordinary feed-forward of the model's ffn_size

@@ -162,21 +162,33 @@ def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = No
         f"{estimate.step_s:.3g} s a step, {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
         "# [data] paths and tokenizer are yours to add: without them Python's own library is learnt from.",
     ]
-    return "\n".join([*head, *(line for name, table in tables.items() for line in _lines(name, table)), ""])
+    return "\n".join(
+        [*head, *(line for name, table in tables.items() for line in toml_lines(name, table)), ""]
+    )
 
 
-def _lines(name: str, table: Mapping[str, Any]) -> list[str]:
-    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
-    lines = ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in plain.items())]
+def toml_lines(name: str, table: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> list[str]:
+    """Return the TOML of a table and those in it, after an empty line each.
+
+    comments   by key with its table ("train.steps"), for the end of its line
+    """
+    lines = ["", f"[{name}]"]
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            comment = (comments or {}).get(f"{name}.{key}")
+            lines.append(f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else ""))
     for key, value in table.items():
         if isinstance(value, Mapping):
-            lines += _lines(f"{name}.{key}", value)
+            lines += toml_lines(f"{name}.{key}", value, comments)
     return lines
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return the TOML of text, a number, a truth value or a list of these."""
     if isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -84,6 +84,7 @@ class ExpertsSection(Section):
 class ModelSection(Section):
     """A preset and changes to it, or a model of Hugging Face. Fields as in `LlamaConfig`.
 
+    preset         name of the sizes that the keys below change
     hugging_face   its directory, in place of the preset: sizes, tokenizer and initial values are its files'
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
@@ -161,6 +162,7 @@ class TrainSection(Section):
     evaluate_every     steps between held-out losses; 0 = at the end only
     compare_every      steps between comparisons of what replicas hold, bit for bit; 0 = never
     held_out_batches   global batches of held-out text in one such loss
+    device             "cuda" gives each rank the GPU of its place on its node
     precision          type of parameters and gradients; with bfloat16 and float16 the optimizer keeps float32
                        master weights, and float16 scales its loss
     recompute          activations that backward recomputes: "selective" the attention core, "full" each layer
@@ -205,8 +207,12 @@ class OptimizerSection(Section):
 
     name           muon steps on the layers' matrices (torch.optim.Muon, with Nesterov's momentum), and AdamW
                    on embeddings, the output projection and vectors
+    learning_rate  the highest, after warm-up
+    betas          decay of AdamW's two moments from step to step
+    epsilon        what AdamW adds to the root of its second moment
     adam_learning_rate   of what AdamW steps on with name = "muon"; None = learning_rate
     momentum       of sgd; muon's is muon_momentum
+    muon_momentum  of muon
     muon_scale     of muon's updates: match_rms_adamw makes them as large as AdamW's, so that its learning
                    rate and weight decay fit (arXiv 2502.16982); original is Jordan's, for rates as 0.02
     clip_norm      largest norm of the whole gradient; 0 = no clipping
@@ -215,6 +221,7 @@ class OptimizerSection(Section):
     weight_decay   of matrices; vectors (the norms) are never decayed
     bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
                    start sooner
+    first_bucket_mib   gradients reduced in the first bucket
     zero_stage     shards 1 optimizer state, 2 gradients too, 3 parameters too
     algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
@@ -405,13 +412,15 @@ class ExpertParallelSection(Section):
 class OutputSection(Section):
     """Files of a run, and when they are written.
 
-    directory         metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and checkpoints/
+    directory         run.json, metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json and
+                      checkpoints/
     log_every         steps between lines of progress; losses are summed over ranks as often
     checkpoint_every  steps between checkpoints; 0 = by time, and at the end
     checkpoint_minutes  longest time between checkpoints, checked every log_every steps; 0 = no limit
     keep              checkpoints to keep; the newest one that is whole and finite always stays
     save_async        copy the state into host memory, and write it while training goes on
     timeline_steps    first steps of the run to trace into timeline.json; 0 = no timeline
+    sinks             trackers that get the lines of metrics.jsonl too; each needs the package of its name
     sample_tokens     of text that the trained model writes at the end, after held-out text; 0 = none
     """
 
@@ -422,7 +431,13 @@ class OutputSection(Section):
     keep: int = Field(default=2, gt=0)
     save_async: bool = False
     timeline_steps: int = Field(default=0, ge=0)
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     sample_tokens: int = Field(default=0, ge=0)
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _one_sink_is_enough(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class Config(Section):
@@ -526,13 +541,18 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> tuple[str
     """Return every key that a file may set, with its table: ("model.preset", …)."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        # Python 3.10 takes list[str] for a type, for which issubclass fails.
-        if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += known_keys(kind, f"{prefix}{name}.")
+        if is_table(field.annotation):
+            assert isinstance(field.annotation, type)
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return tuple(keys)
+
+
+def is_table(kind: Any) -> bool:
+    """True for the type of a table within the file, False for that of a value."""
+    # Python 3.10 takes list[str] for a type, for which issubclass fails.
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def write_override(table: dict[str, Any], override: str) -> str:
@@ -562,7 +582,7 @@ def _value(text: str) -> Any:
 def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]) -> str:
     """Describe one of pydantic's faults in a line."""
     key = ".".join(str(part) for part in fault["loc"])
-    where = next((said for overridden, said in origins.items() if _within(key, overridden)), source)
+    where = next((said for overridden, said in origins.items() if within(key, overridden)), source)
     if fault["type"] == "extra_forbidden":
         return f"{where}: there is no key {key}{_nearest(key)}"
     if fault["type"] in ("model_type", "model_attributes_type"):
@@ -572,7 +592,8 @@ def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]
     return f"{where}: {key} = {fault['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
-def _within(key: str, overridden: str) -> bool:
+def within(key: str, overridden: str) -> bool:
+    """True if an override of one key, or of the table that it is in, sets the other."""
     return key == overridden or key.startswith(f"{overridden}.")
 
 

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpcpar.durable import write_whole
 from hpcpar.models.balancing import LayerBalance
+from hpcpar.training.run_record import now
+from hpcpar.training.sinks import Sinks
 from hpcpar.units import format_duration
 
 LINE_INTERVAL_S = 5.0
@@ -25,18 +27,38 @@ LINE_INTERVAL_S = 5.0
 class Metrics:
     """Lines of JSON, one for every step and every held-out loss, and the display of progress.
 
+    step           its index; with a held-out loss, steps done before it
+    time           at its end, UTC by ISO 8601
+    loss, held_out_loss, gradient_norm, learning_rate
+    tokens         learnt from so far
+    step_s, tokens_per_s   mean of the steps since the last line of progress, as are the next two
+    mfu            model FLOPs utilisation, by the description of this machine; absent where there is none
+    nbytes_sent    by rank 0 in a step, by communicator (dp, tp, …; losses: the sum of the losses over ranks)
+    skipped        why the optimizer left the step out
+    experts        see `balance_record`
+
     Numbers that are not finite, such as the gradient norm of a step that float16 skipped, are null.
 
     directory     of metrics.jsonl; lines of an earlier run from `first_step` on are dropped
     steps         of the whole run; where none is left, the last held-out loss is dropped and taken again
     console       None = no display
+    sinks         get the same lines, and are closed with the file
     """
 
-    def __init__(self, directory: Path, *, first_step: int, steps: int, console: Console | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        first_step: int,
+        steps: int,
+        console: Console | None,
+        sinks: Sinks | None = None,
+    ) -> None:
         self.path = directory / "metrics.jsonl"
         keep_lines_before(self.path, first_step, is_evaluated_again=first_step >= steps)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
         self._display = Display(console, first_step=first_step, steps=steps) if console else None
+        self._sinks = sinks
 
     def __enter__(self) -> Metrics:
         return self
@@ -49,6 +71,8 @@ class Metrics:
     ) -> None:
         if self._display is not None:
             self._display.stop()
+        if self._sinks is not None:
+            self._sinks.close(failed=error is not None)
         # Closing writes the rest once more; its error has been reported.
         with suppress(OSError) if isinstance(error, OSError) else nullcontext():
             self._file.close()
@@ -62,16 +86,19 @@ class Metrics:
 
     def held_out(self, step: int, loss: float) -> None:
         """Write the held-out loss after `step` steps."""
-        self._write([{"step": step, "held_out_loss": loss}])
+        self._write([{"step": step, "time": now(), "held_out_loss": loss}])
         if self._display is not None:
             self._display.say(f"step {step}: held-out loss {loss:.3f} nats")
 
-    def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
         try:
             self._file.writelines(map(_line, records))
             self._file.flush()
         except OSError as error:  # whose message lacks the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if self._sinks is not None:
+            for record in records:
+                self._sinks.log(record)
 
 
 def balance_record(of_stages: Iterable[Mapping[int, LayerBalance]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.launch.settings import machine_file
 from hpcpar.mesh import AXES, Layout
 from hpcpar.models import LlamaConfig
 from hpcpar.pipeline_parallel.balance import StageSplit
@@ -148,15 +149,41 @@ def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate
     return estimate(shape, cluster, strategy_of(config), software)
 
 
+def own_machine() -> Path | None:
+    """Return the place of this machine's description; None for a user without a home."""
+    try:
+        return machine_file()
+    except ConfigError:
+        return None
+
+
+def mfu_of_a_token(config: Config, sizes: LlamaConfig, ranks: int, machine: Path | None) -> float | None:
+    """Return the model FLOPs utilisation of one token a second on all ranks together.
+
+    Counted as the planner does (`Estimate.mfu`): recomputation not, scores in full. None where the machine
+    has no description, or that has no peak for train.precision.
+    """
+    try:
+        peak = _described(machine).device.peak(config.train.precision)
+    except ConfigError:
+        return None
+    shape = ModelShape.from_llama(sizes, config.model.preset)
+    return shape.flops_per_token(config.train.sequence, causal=HPCPAR.causal_mfu) / (ranks * peak)
+
+
 def machine_of(path: Path | None, layout: Layout) -> Cluster:
     """Read the description of this machine, with as many devices as the layout has ranks.
 
     errors   ConfigError where there is none, with the commands that make it; or of fewer ranks to a node
     """
+    return _described(path).with_devices(layout.size)
+
+
+def _described(path: Path | None) -> Cluster:
     # os.path's answer is no, and not an error, also in the home of somebody else, which HOME may name.
     if path is None or not os.path.exists(path):
         raise ConfigError(f"there is no description of this machine; make it by {MAKE_MACHINE}")
-    return Cluster.read(path).with_devices(layout.size)
+    return Cluster.read(path)
 
 
 def predict(

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from hpcpar.data_parallel import MemoryReport
-from hpcpar.errors import ConfigError
-from hpcpar.launch.rank_map import gather_rank_map
-from hpcpar.launch.settings import machine_file
+from hpcpar.launch.rank_map import RankMap, gather_rank_map
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
-from hpcpar.training.prediction import Prediction, layers_of, median_step_s, predict
+from hpcpar.training.prediction import Prediction, layers_of, median_step_s, own_machine, predict
 from hpcpar.training.traffic_report import TrafficLine, as_records, table
 from hpcpar.units import format_duration
 
@@ -65,8 +63,8 @@ class Preempted:
     checkpoint: Path
 
 
-def announce(run: Run) -> None:
-    """Report ranks, model, text and steps, before the first step. Collective."""
+def announce(run: Run) -> RankMap | None:
+    """Report ranks, model, text and steps, before the first step; return the ranks on rank 0. Collective."""
     config, shards = run.config, run.data.shards
     total = config.train.last_step * run.tokens_per_step
     rank_map = gather_rank_map(run.comm)
@@ -82,6 +80,7 @@ def announce(run: Run) -> None:
         f"steps: {config.train.last_step} of {config.train.global_batch} × {config.train.sequence} tokens, "
         f"{total:,} in all, {total / len(shards.train):.2f} of the text"
     )
+    return rank_map
 
 
 def _tensor_parallel(run: Run) -> str:
@@ -118,15 +117,11 @@ def sample(run: Run) -> str | None:
 
 def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
     """Compare the planner's figures with the run's, on rank 0."""
-    try:
-        machine: Path | None = machine_file()
-    except ConfigError:  # a user without a home
-        machine = None
     return predict(
         run.config,
         run.model.config,
         run.mesh.layout,
-        machine=machine,
+        machine=own_machine(),
         memory=outcome.memory,
         traffic=outcome.traffic,
         step_s=step_s,
@@ -162,5 +157,5 @@ def write_reports(run: Run, outcome: Outcome, sampled: str | None) -> None:
         f"held-out loss {outcome.held_out_loss:.3f} nats per token (ln({vocabulary}) = "
         f"{math.log(vocabulary):.3f} knows nothing)\n"
         f"{outcome.tokens_per_s:,.0f} tokens/s, {format_duration(outcome.seconds)} of training\n"
-        f"metrics.jsonl, loss.png, summary.json and checkpoints are in {directory}"
+        f"run.json, metrics.jsonl, loss.png, summary.json and checkpoints are in {directory}"
     )

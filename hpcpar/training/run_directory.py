@@ -2,7 +2,7 @@
 
 <directory>/
     checkpoints/step-00000040/          whole or absent
-    metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json
+    run.json, metrics.jsonl, loss.png, summary.json, timeline.json, pipeline.json
 """
 
 from __future__ import annotations

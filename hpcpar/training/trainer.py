@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,9 +46,13 @@ from hpcpar.training.metrics import Metrics, balance_record
 from hpcpar.training.milestones import Milestones, is_due
 from hpcpar.training.parallelize import parallelize_llama
 from hpcpar.training.pipelined import PipelinedModel
+from hpcpar.training.prediction import mfu_of_a_token, own_machine
 from hpcpar.training.reports import Outcome, Preempted, announce, sample, write_reports
+from hpcpar.training.resolved_config import flat
 from hpcpar.training.run_directory import RunDirectory
+from hpcpar.training.run_record import now, recorded, resolved_config
 from hpcpar.training.sequences import Sequences
+from hpcpar.training.sinks import Sinks, require_sinks
 from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
 from hpcpar.training.training_step import StepResult, held_out_loss, train_step
@@ -81,8 +86,10 @@ class Run:
         self._preemption = preemption
         self._is_to_stop = False
         self._activations: Activations | None = None
+        self._attempt: dict[str, Any] = {}
         self.mesh = Mesh(comm, config.mesh.model_dump())
         require_composition(config, self.mesh.layout)
+        require_sinks(config.output.sinks, comm)
         self._losses = self._split_for_losses()
         self.device = place_on_hardware(config, comm)
         self.data = prepare_data(config, comm, say=self.say)
@@ -95,6 +102,8 @@ class Run:
         self._start = self.directory.open(self.model, self.optimizer, self.batches.sampler, resume=resume)
         self.batches.sampler = self._start.sampler
         self.milestones = Milestones(config, self._start.step)
+        machine = own_machine() if comm.rank == 0 else None  # a file that not all ranks need to read
+        self._mfu_of_a_token = mfu_of_a_token(config, self.model.config, comm.size, machine)
 
     # --- building ---------------------------------------------------------------------------------
 
@@ -151,8 +160,14 @@ class Run:
 
     def train(self) -> Outcome | Preempted:
         """Train the steps that are left; evaluate, save and report. Stop early if asked to."""
+        with recorded(self, announce(self)) as self._attempt:
+            outcome = self._train()
+            status = "preempted" if isinstance(outcome, Preempted) else "ended"
+            self._attempt |= {"status": status, "steps": outcome.steps}
+        return outcome
+
+    def _train(self) -> Outcome | Preempted:
         milestones = self.milestones
-        announce(self)
         self.directory.start_clock()
         loss: float | None = None
         held_out: float | None = None
@@ -168,6 +183,7 @@ class Run:
                     start_s = time.perf_counter()
                     done, loss = self.train_steps(start, stop, metrics)
                     seconds += time.perf_counter() - start_s
+                    self._attempt["steps"] = done
                     if self._is_to_stop:
                         return self._stop_early(done)
                     if timeline is not None and stop == milestones.traced_until:
@@ -209,7 +225,7 @@ class Run:
 
         Losses are summed over ranks once for all of these steps, so that no step waits for a number.
         """
-        start_s = time.perf_counter()
+        start_s, sent = time.perf_counter(), self._nbytes_sent()
         results: list[StepResult] = []
         while not results or (start + len(results) < stop and not self._is_to_stop):
             try:
@@ -229,16 +245,17 @@ class Run:
         self._require_finite(start, losses.tolist(), results)
         balances = self._balances(results)
         if metrics is not None:
+            of_all = self._means(step_s, self._nbytes_sent() - sent, len(results))
             metrics.steps(
                 [
                     {
                         "step": step,
+                        "time": now(ago_s=step_s * (stop - 1 - step)),
                         "loss": loss,
                         "learning_rate": self._learning_rate(step, self.config.optimizer.learning_rate),
                         "gradient_norm": float(result.gradient_norm),
                         "tokens": self.tokens_after(step + 1),
-                        "tokens_per_s": self.tokens_per_step / step_s,
-                        "step_s": step_s,
+                        **of_all,
                         **({} if result.skipped is None else {"skipped": str(result.skipped)}),
                         **balance,
                     }
@@ -248,6 +265,21 @@ class Run:
                 ]
             )
         return stop, float(losses[-1])
+
+    def _nbytes_sent(self) -> Counter[str]:
+        """Return the bytes that this rank has sent so far, by communicator; those of one name together."""
+        sent: Counter[str] = Counter()
+        for name, traffic in self.comm.traffics().items():
+            sent[name.partition("#")[0]] += traffic.nbytes_sent()
+        return sent
+
+    def _means(self, step_s: float, sent: Counter[str], steps: int) -> dict[str, Any]:
+        """Return the part of a line of metrics that the steps of one call of `train_steps` have in common."""
+        tokens_per_s = self.tokens_per_step / step_s
+        told: dict[str, Any] = {"tokens_per_s": tokens_per_s, "step_s": step_s}
+        if self._mfu_of_a_token is not None:
+            told["mfu"] = tokens_per_s * self._mfu_of_a_token
+        return told | {"nbytes_sent": {name: nbytes / steps for name, nbytes in sent.items()}}
 
     def _balances(self, results: Sequence[StepResult]) -> list[dict[str, Any]]:
         """Return what the metrics tell of the experts of all layers, for each step. Collective."""
@@ -364,6 +396,9 @@ class Run:
             first_step=self.first_step,
             steps=self.config.train.steps,
             console=self.console,
+            sinks=Sinks(
+                self.config.output.sinks, self.directory.path, self.first_step, flat(resolved_config(self))
+            ),
         )
         return stack.enter_context(metrics)
 

@@ -408,3 +408,18 @@ def test_a_signal_in_a_stage_ends_the_job_before_the_next_one_with_status_75(
     assert done.return_value == 0
     assert "resuming after step 2" in done.output
     assert "stage 2 of 2: until step 4" in done.output
+
+
+def test_the_configuration_is_shown_and_nothing_is_started(config: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(train, [str(config), "train.steps=3", "--show"], standalone_mode=False)
+    assert result.return_value == 0
+    assert "steps = 3  # command line" in result.output
+    assert f"sequence = 8  # {config}" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_keys_are_listed_without_a_file() -> None:
+    result = CliRunner().invoke(train, ["--keys", "mesh"], standalone_mode=False)
+    assert result.return_value == 0
+    assert "ranks that hold different layers" in result.output
+    assert CliRunner().invoke(train, ["--keys"], standalone_mode=False).output.count("\n[") == 12

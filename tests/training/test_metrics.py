@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ def test_every_step_and_every_held_out_loss_is_a_line_of_json(tmp_path: Path) ->
         metrics.steps([record(0), record(1)])
         metrics.held_out(2, 4.5)
         metrics.steps([record(2)])
-    assert records_of(tmp_path / "metrics.jsonl") == [
+    lines = records_of(tmp_path / "metrics.jsonl")
+    datetime.fromisoformat(lines[2].pop("time"))
+    assert lines == [
         record(0),
         record(1),
         {"step": 2, "held_out_loss": 4.5},
@@ -49,7 +52,9 @@ def test_a_run_that_is_only_evaluated_drops_that_loss_and_no_other(tmp_path: Pat
     for _ in range(2):
         with Metrics(tmp_path, first_step=2, steps=2, console=None) as metrics:
             metrics.held_out(2, 4.0)
-    assert records_of(path) == lines
+    found = records_of(path)
+    assert "time" in found[-1]
+    assert [{key: each[key] for key in each if key != "time"} for each in found] == lines
 
 
 def refuse(constant: str) -> None:
@@ -64,6 +69,7 @@ def test_what_is_no_finite_number_is_null_and_so_it_stays_when_a_run_is_resumed(
         metrics.steps(skipped[1:])
         metrics.held_out(2, math.nan)
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    del lines[2]["time"]
     assert lines == [
         record(0) | {"gradient_norm": None},
         record(1) | {"gradient_norm": None},

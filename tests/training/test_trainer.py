@@ -3,8 +3,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Container
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hpcpar.errors import (
     LayoutError,
     PeerFailedError,
 )
+from hpcpar.planner.cluster import MACHINES
 from hpcpar.training import Config, Run, run_directory
 from hpcpar.training.metrics import records_of
 from hpcpar.training.milestones import intervals, is_due
@@ -37,6 +40,8 @@ from tests.training.runs import (
     require_same_on_all,
     trained,
 )
+
+RING = ("dp", "allreduce")
 
 
 def test_any_number_of_ranks_trains_the_same_model(config_of: MakeConfig) -> None:
@@ -62,7 +67,8 @@ def test_a_run_learns_and_leaves_metrics_picture_summary_and_checkpoint(config_o
     assert [record["step"] for record in records if "loss" in record] == list(range(40))
     assert [record["step"] for record in records if "held_out_loss" in record] == [20, 40]
     assert set(records[0]) == {
-        "step", "loss", "learning_rate", "gradient_norm", "tokens", "tokens_per_s", "step_s",
+        "step", "time", "loss", "learning_rate", "gradient_norm", "tokens", "tokens_per_s", "step_s",
+        "nbytes_sent",
     }  # fmt: skip
     assert not (directory / "timeline.json").exists()
 
@@ -623,3 +629,37 @@ def test_a_run_over_mpi_is_the_run_of_one_process(world: Communicator, config_of
     found = world.allgather_object(abs(outcome.held_out_loss - alone.held_out_loss))
     assert max(found) < 1e-10
     assert deviations <= {0, None}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_step_tells_its_time_and_the_bytes_that_the_theory_says(
+    config_of: MakeConfig, size: int
+) -> None:
+    config = config_of(f"train.global_batch={2 * size}")
+    outcome = trained(config, size)[0]
+    records = [each for each in records_of(config.output.directory / "metrics.jsonl") if "loss" in each]
+    times = [datetime.fromisoformat(each["time"]) for each in records]
+    assert times == sorted(times)
+    # Of a ring each rank sends as much, but for parts that differ by one element.
+    all_reduced = [each["nbytes_sent"].get("dp", 0) for each in records]
+    of_all = sum(one.nbytes_sent for one in outcome.traffic if (one.communicator, one.collective) == RING)
+    assert size * sum(all_reduced) == pytest.approx(of_all, rel=0.01)
+    assert (of_all > 0) == (size > 1)
+
+
+def test_utilisation_is_told_where_the_peak_of_the_machine_is_known(
+    config_of: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = tmp_path / "machine.toml"
+    monkeypatch.setenv("HPCPAR_MACHINE", str(machine))
+    text = (MACHINES / "two-cores.toml").read_text()
+    machine.write_text(re.sub(r"float32 = .*", "float32 = 0.5", text))
+    for precision, is_known in (("float32", True), ("float16", False)):
+        config = config_of(f"train.precision={precision}", name=precision)
+        trained(config, 2)
+        record = records_of(config.output.directory / "metrics.jsonl")[0]
+        assert ("mfu" in record) == is_known
+        if is_known:
+            sizes = config.model_config_for(256)
+            flops = sizes.flops_per_token(config.train.sequence) * record["tokens_per_s"]
+            assert record["mfu"] == pytest.approx(flops / (2 * 0.5e12))
