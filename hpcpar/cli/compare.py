@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from hpcpar.cli import picture
 from hpcpar.errors import HpcparError
 from hpcpar.units import format_duration, format_nbytes
 
@@ -43,11 +44,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, output: Path | None) -> None:
     if output is not None:
         from hpcpar.cli import compare_picture
 
-        try:
-            compare_picture.draw(read, output)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--output {output}: {error}") from error
-        click.echo(f"\nwritten: {output}", err=as_json)
+        picture.write(output, lambda path: compare_picture.draw(read, path), err=as_json)
 
 
 def table(found: dict[str, Any]) -> Table:

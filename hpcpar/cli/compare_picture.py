@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from hpcpar.cli.schedule_picture import save_few_colours
+from hpcpar.cli.picture import save
 from hpcpar.training.compared_runs import ReadRun
 from hpcpar.training.metrics import running_mean
 
@@ -47,7 +47,4 @@ def draw(runs: Sequence[ReadRun], path: Path) -> None:
     for axes in (over_steps, over_time):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    if path.suffix == ".png":
-        save_few_colours(figure, path)
-    else:
-        figure.savefig(path, format=path.suffix[1:])
+    save(figure, path)

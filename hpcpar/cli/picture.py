@@ -27,9 +27,10 @@ STATE_COLOURS = (FORWARD, BACKWARD, WEIGHTS)
 ACTIVATIONS: Colour = (0.84, 0.36, 0.40)
 
 
-def write(output: Path | None, draw: Callable[[Path], None]) -> None:
+def write(output: Path | None, draw: Callable[[Path], None], *, err: bool = False) -> None:
     """Draw into the file of --output, where one is given, and say so.
 
+    err      say it on standard error, as standard output is for a program
     errors   ClickException for a directory that is not there, or a format that is not known
     """
     if output is None:
@@ -38,7 +39,7 @@ def write(output: Path | None, draw: Callable[[Path], None]) -> None:
         draw(output)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--output {output}: {error}") from error
-    click.echo(f"\nwritten: {output}")
+    click.echo(f"\nwritten: {output}", err=err)
 
 
 def save(figure: Figure, path: Path) -> None:
