@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
-INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "mpich", "openmpi")
+INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "docs", "mpich", "openmpi")
 
 
 def normal(name: str) -> str:
@@ -91,6 +91,7 @@ def test_every_extra_that_users_are_told_of_is_there() -> None:
         "keras",
         "ray",
         "examples",
+        "docs",
         "dev",
     }
 

@@ -101,10 +101,17 @@ class Part:
 class LlamaConfig:
     """Sizes of a model of the Llama architecture (arXiv 2302.13971, 2407.21783).
 
+    vocab_size      different tokens
+    hidden_size     width of the residual stream
+    layers          layers of attention and feed-forward
+    heads           heads of queries
     kv_heads        heads of keys and values, None = `heads`; each serves heads / kv_heads queries
     head_size       None = hidden_size / heads
     ffn_size        inner width of the gated feed-forward, None = 8/3 hidden_size rounded up to 32s
     max_sequence    longest sequence that the model is meant for; longer ones are refused
+    rope_theta      base of the rotary embeddings' wavelengths
+    norm_epsilon    added to the mean square by the norms
+    tie_embeddings  embedding and output projection share their weights
     initial_std     standard deviation of the weights before training; the two projections of a
                     layer that write to the residual stream have it divided by sqrt(2 layers)
     dropout         probability, in training, of the attention's shares and of what is added to the

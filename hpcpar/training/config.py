@@ -84,6 +84,7 @@ class ExpertsSection(Section):
 class ModelSection(Section):
     """A preset and changes to it, or a model of Hugging Face. Fields as in `LlamaConfig`.
 
+    preset         sizes to start from, by name; what is given beside it replaces some of them
     hugging_face   its directory, in place of the preset: sizes, tokenizer and initial values are its files'
     vocab_size     None = the tokenizer's
     max_sequence   None = train.sequence
@@ -157,6 +158,7 @@ class TrainSection(Section):
     global_batch       sequences in an optimizer step, over all ranks
     microbatch         sequences that a rank computes at once; the rest is accumulated
     seed               of the order of the data, of dropout and of the process's random numbers
+    device             "cuda": each rank takes a GPU
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
     compare_every      steps between comparisons of what replicas hold, bit for bit; 0 = never
@@ -205,16 +207,20 @@ class OptimizerSection(Section):
 
     name           muon steps on the layers' matrices (torch.optim.Muon, with Nesterov's momentum), and AdamW
                    on embeddings, the output projection and vectors
+    learning_rate  the highest one, after the warm-up
     adam_learning_rate   of what AdamW steps on with name = "muon"; None = learning_rate
-    momentum       of sgd; muon's is muon_momentum
+    betas          decay rates of AdamW's moments
+    epsilon        added to the denominator of AdamW's step
+    momentum       of sgd
+    muon_momentum  of muon
     muon_scale     of muon's updates: match_rms_adamw makes them as large as AdamW's, so that its learning
                    rate and weight decay fit (arXiv 2502.16982); original is Jordan's, for rates as 0.02
     clip_norm      largest norm of the whole gradient; 0 = no clipping
     skip_limit     steps in a row whose gradients are NaN or infinite, after which the run ends. All ranks
                    leave such steps out
     weight_decay   of matrices; vectors (the norms) are never decayed
-    bucket_mib     gradients reduced together, None = the stage's default; the first bucket is smaller, to
-                   start sooner
+    bucket_mib     gradients reduced together; None = the stage's default
+    first_bucket_mib   the same of the first bucket, which is smaller to start sooner
     zero_stage     shards 1 optimizer state, 2 gradients too, 3 parameters too
     algorithm      of the gradients' all-reduce, or from stage 1 on reduce-scatter (ring, …); None = by size
     offload        a directory for the optimizer's state, or "cpu" for host memory; None = with the parameters
