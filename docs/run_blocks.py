@@ -17,9 +17,11 @@ title (`title="a.py"`) is written to that file. A block of output is `text`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -142,6 +144,15 @@ def offer_environment(venv: Path) -> None:
         (venv / f".installed-{mpi}").touch()
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a block that is still running: its launchers are asked first, so that they end their ranks."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+
+
 def run(block: Block, directory: Path) -> str | None:
     """Run a block; return what went wrong, or None."""
     if block.language == "python":
@@ -167,8 +178,9 @@ def run(block: Block, directory: Path) -> str | None:
         try:
             status: int | str = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
             status = f"none after {TIMEOUT_S} s"
+        finally:
+            end(process)
         told.seek(0)
         return None if status == 0 else f"exit status {status}\n{told.read()[-3000:]}"
 
@@ -208,6 +220,7 @@ def main() -> int:
         parser.error(f"no page {', '.join(wrong)}; there are {', '.join(known)}")
     chosen = [known[name] for name in options.page or known]
     report = Report()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for page in () if options.list else chosen:
         run_page(page, report)
     print("\nNot run:")

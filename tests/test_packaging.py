@@ -129,7 +129,11 @@ def test_libraries_and_drawings_as_text_need_no_extra_and_a_picture_says_which()
 def test_files_that_the_readme_and_the_pages_name_exist() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text("utf-8") for page in pages)
-    named = set(re.findall(r"(?<!share/)(?<!config/)\b(?:examples|hpcpar|docs|benchmarks)/[\w/.-]+\.(?:py|toml|md)", text))
+    named = set(
+        re.findall(
+            r"(?<!share/)(?<!config/)\b(?:examples|hpcpar|docs|benchmarks)/[\w/.-]+\.(?:py|toml|md)", text
+        )
+    )
     assert named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.modulefiles.installation import QUICK, ROOT, VERSION, installer, pasted, page_block
+from tests.modulefiles.installation import QUICK, ROOT, VERSION, installer, page_block, pasted
 from tests.modulefiles.systems import NAMES, ModuleSystem, absent, find
 
 pytestmark = pytest.mark.timeout(200)

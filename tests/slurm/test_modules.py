@@ -1,4 +1,4 @@
-"""`module load hpcpar`, then `srun python`, as docs/install.md has it: on the cluster, by either module system."""
+"""`module load hpcpar`, then `srun python`, as docs/install.md has it: on the cluster, by either system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.modulefiles import installation, systems
-from tests.modulefiles.installation import ROOT, pasted, page_block
+from tests.modulefiles.installation import ROOT, page_block, pasted
 from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
