@@ -89,6 +89,7 @@ def test_the_site_asks_no_other_server() -> None:
     told = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert re.search(r"^  font: false$", told, re.MULTILINE)
     assert "http" not in told.partition("markdown_extensions")[0]
+    assert "polyfills: [assets/iframe-worker.js]" in told  # else the plugin adds one from a server
     assert not [
         page for page in PAGES if re.search(r"!\[[^]]*\]\(http|<script|<img", page.read_text("utf-8"))
     ]
