@@ -34,7 +34,6 @@ FENCE = re.compile(r"(?P<indent> *)```(?P<language>\w*)(?P<title>.*)")
 MARK = re.compile(r"<!-- not run(?: \((?P<words>[^)]*)\))?: (?P<why>.+?) -->")
 FAILS = re.compile(r"(?P<command>.*\S)\s+# (?P<error>\w+Error): .*")
 SHELL = ("sh", "console")
-GENERATED = ("composition.md", "launchers.md", "reference/commands.md")
 TIMEOUT_S = 900
 
 
@@ -62,7 +61,7 @@ class Block:
 def pages() -> list[Path]:
     """README first, then the pages in the order of the site's nav."""
     named = re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
-    return [ROOT / "README.md", *(ROOT / "docs" / name for name in named if name not in GENERATED)]
+    return [ROOT / "README.md", *(ROOT / "docs" / name for name in named)]
 
 
 def name_of(page: Path) -> str:
@@ -87,9 +86,8 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
             raise ValueError(f"{page}:{number}: this block has no end")
         words = tuple(word.strip() for word in ((mark and mark["words"]) or "").split(",") if word.strip())
         title = re.search(r'title="([^"]+)"', fence["title"])
-        body_text = textwrap.dedent("\n".join(body)) + "\n"
-        why = mark and mark["why"]
-        yield Block(page, number, fence["language"], body_text, words, why, title and title[1])
+        script = textwrap.dedent("\n".join(body)) + "\n"
+        yield Block(page, number, fence["language"], script, words, mark and mark["why"], title and title[1])
         mark = None
 
 
@@ -112,7 +110,7 @@ def script_of(block: Block) -> str:
 
 
 def copy_of_files(directory: Path) -> None:
-    """Copy the repository; the copy's `.venv` is this Python's, which make finds installed and leaves alone."""
+    """Copy the repository; the copy's `.venv` is this Python's, and looks installed to make."""
     made = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "runs")
     shutil.copytree(ROOT, directory, ignore=made, dirs_exist_ok=True)
     (directory / ".home").mkdir()
@@ -142,8 +140,8 @@ def run(block: Block, directory: Path) -> str | None:
             return None
     if block.is_left_out:
         return None
-    python = [sys.executable, "-c", block.text]
-    words = python if block.language == "python" else ["bash", "-c", script_of(block)]
+    shell = block.language in SHELL
+    words = ["bash", "-c", script_of(block)] if shell else [sys.executable, "-c", block.text]
     # No command changes this Python's environment, or what is in the home directory.
     environ = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

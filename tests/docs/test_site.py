@@ -6,6 +6,8 @@ import importlib
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -75,10 +77,34 @@ def test_a_link_to_no_file_and_one_to_no_heading_are_found(
     assert dangling(page) == ["a.md: b.md#no-heading", "a.md: c.md"]
 
 
+def test_lists_and_blocks_are_written_as_the_site_reads_them() -> None:
+    # On a forge a list may follow its sentence at once, and hold a block; in the site these would be prose.
+    for page in PAGES:
+        lines = ["", *page.read_text("utf-8").splitlines()]
+        assert not [line for line in lines if re.match(r" {1,3}```", line)], page
+        text = ["", *prose(page).splitlines()]
+        begun = [
+            line
+            for before, line in pairwise(text)
+            if re.match(r"- |\d+\. |\|", line) and not re.match(r"- |\d+\. |  |\||$", before)
+        ]
+        assert begun == [], page
+
+
 def test_every_page_is_in_the_nav_once_and_the_nav_names_no_other() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
     named = re.findall(r"([\w/.-]+\.md)$", nav, re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES[1:])
+
+
+def test_a_source_distribution_has_what_the_readme_links_to() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text("utf-8")
+    grafted = re.findall(r"^graft (\S+)$", manifest, re.MULTILINE)
+    linked = {link.partition("#")[0] for link in LINK.findall(prose(ROOT / "README.md"))}
+    assert {"docs/install.md", "SECURITY.md"} <= linked
+    assert all(link.partition("/")[0] in grafted for link in linked if "/" in link)
+    assert all(fnmatch(link, "*.md") for link in linked if "/" not in link)
+    assert "include Makefile LICENSE *.md mkdocs.yml" in manifest
 
 
 def test_the_readme_is_short() -> None:
