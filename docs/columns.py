@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-ROW = re.compile(r"(?P<name>\S+(?: \S+){0,6}?) {2,}(?P<meaning>\S.*)")
+# A line that begins with `*`, `-` or `1.` is of a list.
+ROW = re.compile(r"(?![*-] |\d+\. )(?P<name>\S+(?: \S+){0,6}?) {2,}(?P<meaning>\S.*)")
 
 
 def rows_of(lines: Sequence[str]) -> list[tuple[str, str]] | None:

@@ -14,6 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # griffe loads this file by its 
 from columns import cell, paragraphs, split_columns
 
 
+def escaped(line: str) -> str:
+    """Escape a line of prose, which may be an item of a list."""
+    return f"*{cell(line[1:])}" if line.startswith("* ") else cell(line)
+
+
 def as_markdown(docstring: str) -> str:
     """Turn each paragraph's columns into a table; keep code and prose, whose special letters are escaped."""
     made = []
@@ -23,7 +28,7 @@ def as_markdown(docstring: str) -> str:
             continue
         prose, rows = split_columns(lines)
         if prose:
-            made.append("\n".join(map(cell, prose)))
+            made.append("\n".join(map(escaped, prose)))
         if rows:
             named = ((name if "`" in name else f"`{name}`", cell(meaning)) for name, meaning in rows)
             made.append("\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in named)]))

@@ -218,4 +218,5 @@ def test_columns_of_a_docstring_are_read_with_their_further_lines(monkeypatch: p
     text = "Do it.\n\na, b   first\n       line\nlong name  of | x\n\nProse with  two spaces\nand more."
     text += "\n\n    code   here"
     assert columns.meanings(text) == {"a": "first line", "b": "first line", "long name": "of | x"}
+    assert columns.rows_of(["*   an item", "    of a list"]) is None
     assert columns.cell("a | `b | *` *c") == r"a \| `b \| *` \*c"
