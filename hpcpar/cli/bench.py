@@ -74,7 +74,7 @@ def _measuring(command: Any) -> Any:
     for option in (
         click.option("--shared", is_flag=True, help="Arrays in memory that a node's ranks can see."),
         click.option("--round-seconds", "round_s", type=NOT_NEGATIVE, default=0.02, help="Of one candidate."),
-        click.option("--rounds", type=click.IntRange(min=1), default=5),
+        click.option("--rounds", type=click.IntRange(min=1), default=5, help="Turns of each candidate."),
         click.option("--factor", type=click.IntRange(min=2), default=4, help="Between sizes."),
         click.option("--max-bytes", "max_nbytes", callback=to_nbytes, default="64M", help="To this."),
         click.option("--min-bytes", "min_nbytes", callback=to_nbytes, default="4", help="8, 64K, 1M."),
@@ -88,8 +88,8 @@ def _measuring(command: Any) -> Any:
 
 @click.command()
 @_measuring
-@click.option("--dtype", default="float32")
-@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch")
+@click.option("--dtype", default="float32", help="Of the elements, as bfloat16 or int64.")
+@click.option("--kind", type=click.Choice(["torch", "numpy"]), default="torch", help="Of the arrays.")
 @click.option(
     "--candidates",
     callback=_names,

@@ -32,11 +32,11 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 @click.command()
-@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce")
-@click.option("--ranks", type=click.IntRange(min=2), default=16384)
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8)
+@click.option("--collective", type=click.Choice(COLLECTIVES), default="allreduce", help="To price.")
+@click.option("--ranks", type=click.IntRange(min=2), default=16384, help="Of the job.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8, help="Neighbours share a node.")
 @click.option("--min-bytes", callback=_nbytes, default="8", help="As 8, 64K or 1M.")
-@click.option("--max-bytes", callback=_nbytes, default="1G")
+@click.option("--max-bytes", callback=_nbytes, default="1G", help="To this.")
 @click.option("--factor", type=click.IntRange(min=2), default=4, help="Between sizes.")
 @click.option("--alpha-intra", type=NOT_NEGATIVE, default=1e-6, help="Seconds per message.")
 @click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, help="Seconds per byte.")

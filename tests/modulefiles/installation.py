@@ -62,8 +62,8 @@ def installer() -> ModuleType:
     return module
 
 
-def readme_block(text: str, heading: str, number: int = 0) -> str:
-    """The commands of a heading's code block in a README, the first one if not told otherwise."""
+def page_block(text: str, heading: str, number: int = 0) -> str:
+    """The commands of a heading's code block in a page, the first one if not told otherwise."""
     section = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^##+ |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section is not None, f"no heading {heading}"
     blocks = re.findall(r"^```\w*\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
@@ -72,7 +72,7 @@ def readme_block(text: str, heading: str, number: int = 0) -> str:
 
 
 def pasted(block: str, prefix: Path, *, without: str = "") -> str:
-    """The commands as a user pastes them, for a prefix that is not the README's; any failure ends them.
+    """The commands as a user pastes them, for a prefix that is not the page's; any failure ends them.
 
     without   leave out the lines that begin with this word
     """

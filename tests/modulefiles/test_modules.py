@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.modulefiles.installation import QUICK, ROOT, VERSION, installer, pasted, readme_block
+from tests.modulefiles.installation import QUICK, ROOT, VERSION, installer, page_block, pasted
 from tests.modulefiles.systems import NAMES, ModuleSystem, absent, find
 
 pytestmark = pytest.mark.timeout(200)
@@ -254,21 +254,21 @@ def test_over_the_sites_own_mpi_ranks_meet_by_it(openmpi_modules: Path, tmp_path
     assert sorted(lines[-2:]) == ["rank 0 of 2", "rank 1 of 2"]
 
 
-def test_module_load_to_the_first_training_steps_by_copy_and_paste_from_the_readme(
+def test_module_load_to_the_first_training_steps_by_copy_and_paste_from_the_documentation(
     modules: ModuleSystem, prefix: Path, tmp_path: Path
 ) -> None:
-    commands = readme_block((ROOT / "README.md").read_text(), "Modules", 1)
+    commands = page_block((ROOT / "docs/install.md").read_text(), "Modules", 1)
     done = modules.run(pasted(commands, prefix, without="srun"), tmp_path, timeout_s=180)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^step   10  loss \d\.\d+$", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_packages_of_the_users_own_go_on_top_by_copy_and_paste_from_the_readme(
+def test_packages_of_the_users_own_go_on_top_by_copy_and_paste_from_the_documentation(
     prefix: Path, tmp_path: Path
 ) -> None:
     modules = find(NAMES[0])
     loaded = pasted("module use /opt/hpcpar/modulefiles\nmodule load hpcpar", prefix)
-    commands = readme_block((ROOT / "README.md").read_text(), "Modules", 2)
+    commands = page_block((ROOT / "docs/install.md").read_text(), "Modules", 2)
     assert "pip install einops" in commands
     wheel(tmp_path, "mine", "import hpcpar; w = hpcpar.init(); print('rank', w.rank, 'of', w.size)")
     (tmp_path / "train.py").write_text("import sys, mine; print(sys.prefix)")

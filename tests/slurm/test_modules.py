@@ -1,4 +1,4 @@
-"""`module load hpcpar`, then `srun python`, as the README has it: on the cluster, by either module system."""
+"""`module load hpcpar`, then `srun python`, as docs/install.md has it: on the cluster, by either system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.modulefiles import installation, systems
-from tests.modulefiles.installation import ROOT, pasted, readme_block
+from tests.modulefiles.installation import ROOT, page_block, pasted
 from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
@@ -21,13 +21,13 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", systems.NAMES)
-def test_a_bare_srun_trains_by_copy_and_paste_from_the_readme(
+def test_a_bare_srun_trains_by_copy_and_paste_from_the_documentation(
     cluster: Cluster, prefix: Path, tmp_path: Path, name: str
 ) -> None:
     modules = systems.find(name)
     # `hpcpar run` needs no Slurm: tests/modulefiles pastes that line.
     commands = pasted(
-        readme_block((ROOT / "README.md").read_text(), "Modules", 1), prefix, without="hpcpar run"
+        page_block((ROOT / "docs/install.md").read_text(), "Modules", 1), prefix, without="hpcpar run"
     )
     assert "srun -n 4 python" in commands
     script = f"cd {tmp_path}\n{commands}\nprintf '%s ' $SLURM_MPI_TYPE $SLURM_KILL_BAD_EXIT"
