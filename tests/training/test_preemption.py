@@ -32,9 +32,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def course(config: Config) -> list[dict[str, Any]]:
-    """All that a run has written down, but for how long it took."""
+    """All that a run has written down, but for when, how fast, and the means of what was sent meanwhile."""
     records = records_of(config.output.directory / "metrics.jsonl")
-    return [{k: v for k, v in record.items() if k not in ("tokens_per_s", "step_s")} for record in records]
+    others = ("time", "tokens_per_s", "step_s", "nbytes_sent")
+    return [{k: v for k, v in record.items() if k not in others} for record in records]
 
 
 def run(
