@@ -8,7 +8,7 @@ sleep, or are inside of a C function that keeps Python's lock. Those with srun n
 try is
 
     ended    the launcher returned within --within-s of that moment, with the status that such an end has,
-             and what it printed names the rank
+             and what was printed names the rank, by hpcpar or as srun's task
     late, status, unnamed    it did not
 
 A rank that leaves by sys.exit() with a failure gives others a second to end as well: its limit is one more.
@@ -181,7 +181,7 @@ def tried(launcher: str, way: str, others: str, within_s: float) -> Try:
     faults = [
         *(["late"] if seconds > within_s + expected.more_s else []),
         *([] if is_status else ["status"]),
-        *([] if f"rank {RANKS - 1}" in said else ["unnamed"]),
+        *([] if f"rank {RANKS - 1}" in said or f": task {RANKS - 1}: " in said else ["unnamed"]),
     ]
     return Try(launcher, way, others, ", ".join(faults) or "ended", seconds, job.returncode, said)
 
