@@ -86,6 +86,10 @@ class CheckpointError(HpcparError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
 
 
+class MissingExtraError(HpcparError, ModuleNotFoundError):
+    """A package that is not installed; the message names the extra of hpcpar that installs it."""
+
+
 EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}
 """Packages that some parts need, and the extra of hpcpar that installs them."""
 
@@ -99,7 +103,7 @@ def naming_extras() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
-        raise ModuleNotFoundError(
+        raise MissingExtraError(
             f"this needs {package}, which is not installed: pip install 'hpcpar[{EXTRA_OF[package]}]'",
             name=error.name,
         ) from error

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import hpcpar
-from hpcpar.errors import naming_extras
+from hpcpar.errors import MissingExtraError, naming_extras
 
 Commands = Mapping[str, tuple[str, str, str]]
 """name -> (module, name in it, what it does)"""
@@ -83,11 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot write, as on stderr
     words = None if arguments is None else list(arguments)
     try:
-        with naming_extras():  # raised: a rank that ended quietly would leave the others waiting
+        with naming_extras():
             status = group.main(args=words, prog_name="hpcpar", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except MissingExtraError as error:
+        sys.exit(f"Error: {error}")  # ends a job as an exception does: comm/failure.py notes the status
     except click.Abort:
         raise KeyboardInterrupt from None
     sys.exit(status if isinstance(status, int) else 0)
