@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import hpcpar
+
 ROOT = Path(__file__).parent.parent
 INSTALLED_BY_MAKE = ("", "train", "examples", "horovod", "dev", "docs", "mpich", "openmpi")
 
@@ -38,11 +40,17 @@ def needed() -> list[Requirement]:
     ]
 
 
-def test_every_file_beside_the_modules_is_part_of_an_installed_package() -> None:
-    listed = re.search(r"^FILES = (\[.*?\])$", (ROOT / "setup.py").read_text(), re.MULTILINE | re.DOTALL)
+def in_setup(name: str) -> list[str]:
+    """A list of strings that setup.py gives a name."""
+    listed = re.search(rf"^{name} = (\[.*?\])$", (ROOT / "setup.py").read_text(), re.MULTILINE | re.DOTALL)
     assert listed is not None
-    patterns = ast.literal_eval(listed[1])
-    found = {path for pattern in patterns for path in (ROOT / "hpcpar").glob(pattern)}
+    value = ast.literal_eval(listed[1])
+    assert isinstance(value, list)
+    return value
+
+
+def test_every_file_beside_the_modules_is_part_of_an_installed_package() -> None:
+    found = {path for pattern in in_setup("FILES") for path in (ROOT / "hpcpar").glob(pattern)}
     files = {path for path in (ROOT / "hpcpar").rglob("*.*") if path.suffix not in (".py", ".pyc")}
     assert found == files
 
@@ -179,12 +187,45 @@ def test_make_train_sets_up_and_trains_with_every_python_of_this_machine_and_no_
     }
 
 
-def test_the_examples_are_in_what_a_wheel_is_made_of(tmp_path: Path) -> None:
+def test_the_conda_recipe_needs_what_setup_needs() -> None:
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    run = re.search(r"^  run:\n(.*?)\n\n", recipe, re.MULTILINE | re.DOTALL)
+    assert run is not None
+    needs = set(re.findall(r"^    - (.+)$", run[1], re.MULTILINE))
+    required = [Requirement(text) for text in in_setup("REQUIRED")]
+    names = {"torch": "pytorch"}
+    assert needs == {"python >=3.10"} | {f"{names.get(r.name, r.name)} {r.specifier}" for r in required}
+    assert f'version: "{hpcpar.__version__}"' in recipe
+    assert f"version: {hpcpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def copied_into_images() -> list[list[str]]:
+    """The files that the Dockerfile and the Apptainer definition copy before pip."""
+    docker = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    files = re.search(
+        r"^%files\n(.*?)\n\n", (ROOT / "jobscripts/hpcpar.def").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert files is not None
+    return [" ".join(docker).split(), [line.split()[0] for line in files[1].splitlines()]]
+
+
+def test_the_images_copy_what_a_wheel_with_the_examples_is_made_of(tmp_path: Path) -> None:
+    of_docker, of_apptainer = map(sorted, copied_into_images())
+    assert of_docker == of_apptainer
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in of_docker:
+        (source / name).symlink_to(ROOT / name)
     words = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "base")]
     done = subprocess.run(
-        [*words, "--build-lib", str(tmp_path / "lib")], cwd=ROOT, capture_output=True, text=True, check=False
+        [*words, "--build-lib", str(tmp_path / "lib")],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     packed = {path.name: path.read_bytes() for path in (tmp_path / "lib" / "hpcpar" / "examples").iterdir()}
     files = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml")]
     assert packed == {path.name: path.read_bytes() for path in files}
+    assert (tmp_path / "lib" / "hpcpar" / "py.typed").exists()
