@@ -142,8 +142,10 @@ def run(block: Block, directory: Path) -> str | None:
         return None
     shell = block.language in SHELL
     words = ["bash", "-c", script_of(block)] if shell else [sys.executable, "-c", block.text]
+    # What `make docs-test` was told is not meant for a block's `make`.
+    told_to_make = ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES") if "MAKELEVEL" in os.environ else ()
     # No command changes this Python's environment, or what is in the home directory.
-    environ = os.environ | {
+    environ = {name: value for name, value in os.environ.items() if name not in told_to_make} | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(directory),
         "HOME": str(directory / ".home"),

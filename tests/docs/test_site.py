@@ -154,7 +154,7 @@ sleep 1
 <!-- not run (srun): no Slurm -->
 ```sh
 srun a
-echo b    # words
+test -z "$ARGS$MAKEFLAGS"    # words
 python -c "raise ValueError(3)"    # ValueError: 3
 ```
 ```text
@@ -163,7 +163,11 @@ output
 """
 
 
-def test_blocks_are_read_with_their_marks_and_run_as_told(run_blocks: ModuleType, tmp_path: Path) -> None:
+def test_blocks_are_read_with_their_marks_and_run_as_told(
+    run_blocks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MAKELEVEL": "1", "ARGS": "--page a", "MAKEFLAGS": " -- ARGS=--page\\ a"}.items():
+        monkeypatch.setenv(name, value)
     one, two, three, four = run_blocks.blocks_of(TEXT, "page")
     assert (one.line, one.text, one.why, one.is_left_out) == (4, "sleep 1\n", "why not", True)
     assert (two.language, two.title, two.text, two.why) == ("python", "a.py", "x = 1\n", None)
