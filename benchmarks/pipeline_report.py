@@ -15,7 +15,7 @@ from training_report import Result, print_checked, print_figures, speeds
 from hpcpar.units import format_nbytes
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PipelineResult(Result):
     """Figures of one peer.
 

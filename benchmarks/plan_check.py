@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import hpcpar
+from hpcpar.planner.approaches import EXPERTS
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.stage_memory import ACTIVATIONS
-from hpcpar.training.comparison import EXPERTS, configured, measure
+from hpcpar.training.comparison import configured, measure
 from hpcpar.units import format_duration
 
 SIZES = {

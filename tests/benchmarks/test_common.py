@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import runpy
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_every_player_has_one_turn_a_round_in_an_order_that_all_ranks_share(
     assert all(sorted(turns[at : at + 4]) == list("abcd") for at in range(0, 80, 4))
     assert len({tuple(turns[at : at + 4]) for at in range(0, 80, 4)}) > 5
     assert common.ratios([2.0, 4.0, 6.0], [1.0, 1.0, 2.0]) == [2.5, 3.0, 3.5]
+
+
+def test_every_benchmark_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Most have only long tests of what they measure. keras_step.py would import Keras, for seconds.
+    scripts = [path for path in BENCHMARKS.rglob("*.py") if path.name != "keras_step.py"]
+    assert len(scripts) > 20
+    for script in scripts:
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(BENCHMARKS)
+            patch.syspath_prepend(script.parent)
+            runpy.run_path(str(script), run_name="read")

@@ -4,7 +4,7 @@ Every node is a `Machine` of its own, and so is "head", where the controller and
 By hand, with a shell on the head or with one command, and gone after it:
 
     python -m tests.slurm.cluster
-    python -m tests.slurm.cluster srun -N2 -n4 python examples/train.py 10
+    python -m tests.slurm.cluster srun --mpi=pmix -N2 -n4 python examples/train.py 10
 """
 
 from __future__ import annotations
