@@ -49,9 +49,7 @@ def main() -> None:
     dataset = Waves()
     sampler = DistributedBatchSampler(len(dataset), args.batch, world)
     # With a generator of its own the loader takes none of the random numbers that dropout goes by.
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=args.workers, generator=torch.Generator()
-    )
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, generator=torch.Generator())
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
     hpcpar.broadcast_parameters(model, world)
     optimizer = hpcpar.DistributedOptimizer(
