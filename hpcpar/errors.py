@@ -6,7 +6,8 @@ file) is a `RuntimeError`. `except HpcparError` catches every one of them and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -84,6 +85,12 @@ class DivergenceError(HpcparError, RuntimeError):
 
 class CheckpointError(HpcparError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'ring'? ", for a sentence that goes on; "" where no name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}

@@ -9,7 +9,7 @@ import click
 from hpcpar.algorithms import draw as drawing
 from hpcpar.algorithms import registry
 from hpcpar.cli import Commands, LazyGroup
-from hpcpar.errors import HpcparError, OperationError
+from hpcpar.errors import HpcparError, OperationError, did_you_mean
 
 COMMANDS: Commands = {
     "steps": (
@@ -148,7 +148,9 @@ def collective_with(algorithm: str) -> str:
     for collective, algorithms in registry.ALGORITHMS.items():
         if algorithm in algorithms:
             return collective
-    raise OperationError(f"no collective has an algorithm {algorithm!r}; there are:\n{listing(None)}")
+    names = {name for algorithms in registry.ALGORITHMS.values() for name in algorithms}
+    hint = did_you_mean(algorithm, (*sorted(names), *registry.ALGORITHMS, *COMMANDS))
+    raise OperationError(f"no collective has an algorithm {algorithm!r}; {hint}there are:\n{listing(None)}")
 
 
 def listing(collective: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import click
 
 import hpcpar
+from hpcpar.errors import did_you_mean
 
 SUFFIXES = (".py", ".toml")
 
@@ -74,6 +74,5 @@ def _found(name: str, files: dict[str, Path]) -> Path:
         raise click.UsageError(
             f"{name!r} may be {' or '.join(path.name for path in meant)}; write one of them"
         )
-    close = difflib.get_close_matches(name, [*files, *(path.stem for path in files.values())], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(name, [*files, *(path.stem for path in files.values())])
     raise click.UsageError(f"no example is called {name!r}; {hint}`hpcpar example` lists them")
