@@ -77,7 +77,7 @@ EXTRAS = {
     "horovod": ["cloudpickle>=2"],
     # jobscripts/ray-preprocess.sh, ray-models.sh and serve-vllm.sh; horovod.run in a Ray task.
     "ray": ["ray>=2.50", "cloudpickle>=2"],
-    # The images of examples/horovod_digits.py.
+    # The images of examples/horovod_digits.py and vision_digits.py.
     "examples": ["scikit-learn>=1.3"],
     # `make docs`: the site of the documentation.
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26", "ruff>=0.6"],

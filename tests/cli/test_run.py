@@ -367,7 +367,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(output: Output) -> None:
         "-n", "2", "--options", "-genv 'FOO", "x.py", status=1
     )
     assert "3 ranks were asked for, but the hosts have 2 slots" in output(
-        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py", status=1
+        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "-c", "pass", status=1
     )
 
 
