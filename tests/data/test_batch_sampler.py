@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hpcpar import checkpoint
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data import DistributedBatchSampler
 from hpcpar.errors import DataError
@@ -84,6 +86,41 @@ def test_an_epoch_resumed_on_other_ranks_sees_every_sample_once(
     else:  # the last batch has fewer samples than ranks
         assert set(seen) == set(range(41))
         assert len(seen) == 41 + after - 41 % batch
+
+
+def train(directory: Path, most: int) -> torch.Tensor:
+    """Train a model with dropout for 3 epochs or `most` steps, from the checkpoint if there is one."""
+    is_resumed = directory.exists()
+    torch.manual_seed(is_resumed)  # of no effect after a resume
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = DistributedBatchSampler(41, 6, ALONE)
+    loader = DataLoader(Squares(), batch_sampler=sampler, generator=torch.Generator())
+    step = 0
+    if is_resumed:
+        loaded = checkpoint.load(directory, model=model, optimizer=optimizer, comm=ALONE)
+        step = loaded.step
+        sampler.load_state_dict(loaded.extra["data"])
+    while sampler.epoch < 3 and step < most:
+        for indices, squares in loader:
+            (model(indices[:, None] / 41)[:, 0] - squares / 1681).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sampler.advance()
+            step += 1
+            if step == most:
+                break
+    extra = {"data": sampler.state_dict()}
+    checkpoint.save(directory, step=step, model=model, optimizer=optimizer, extra=extra, comm=ALONE)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_training_resumed_in_an_epoch_ends_with_the_bits_of_one_that_was_not_interrupted(
+    tmp_path: Path,
+) -> None:
+    whole = train(tmp_path / "whole", most=100)
+    assert not torch.equal(train(tmp_path / "resumed", most=8), whole)
+    assert torch.equal(train(tmp_path / "resumed", most=100), whole)
 
 
 def test_another_batch_goes_on_at_the_sample_where_the_other_ended() -> None:
