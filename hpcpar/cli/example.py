@@ -62,7 +62,8 @@ def summary(path: Path) -> str:
     """Return a program's docstring's first line, a notebook's title, or a TOML comment's first sentence."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
-        return json.loads(text)["cells"][0]["source"][0].strip("# \n") + "."
+        title: str = json.loads(text)["cells"][0]["source"][0]
+        return title.strip("# \n") + "."
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return " ".join(_comment(text)).partition(". ")[0] + "."
