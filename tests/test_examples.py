@@ -133,6 +133,7 @@ def test_digits_are_recognised_alike_by_any_ranks_and_stages_of_zero(
     assert found_in(whole, r"accuracy ([\d.]+)")[1] > 0.9
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_is_tuned_alike_by_two_ranks_and_from_what_they_saved(
     run_ranks: RunRanks, alone: Alone, tmp_path: Path
 ) -> None:
