@@ -12,13 +12,13 @@ A row's colour is the rank that has the query; full where the rank has the key, 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import save
+from hpcpar.cli.picture import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_context import Drawn
     from hpcpar.context_parallel.traffic import Traffic
@@ -33,12 +33,9 @@ LABELLED_RANKS = 8
 """With more ranks a number does not fit into its cell."""
 
 
-def draw(drawn: Drawn, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.0, 4.6), dpi=100, layout="constrained")
+def draw(drawn: Drawn) -> Figure:
+    """Return a figure of the mask, and of what each rank sends to each."""
+    figure = new_figure(3.7)
     mask, ours, ring = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
     _draw_mask(mask, drawn)
     most = max(max(map(max, (*each.forward, *each.backward))) for each in (drawn.traffic, drawn.ring))
@@ -47,7 +44,7 @@ def draw(drawn: Drawn, path: Path) -> None:
     _draw_sends(ring, "ring", drawn.ring, 2 * most)
     ours.set_ylabel("from rank")
     figure.suptitle(drawn.title, fontsize=10)
-    save(figure, path)
+    return figure
 
 
 def _draw_mask(axes: Axes, drawn: Drawn) -> None:
@@ -67,8 +64,8 @@ def _draw_mask(axes: Axes, drawn: Drawn) -> None:
     axes.imshow(pixels, extent=(0, length, length, 0), interpolation="nearest")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    title = "full colour: own keys; light: keys of other ranks"
-    axes.set_title(title if drawn.plan.size > 1 else "each rank computes this in its heads", fontsize=8)
+    title = "full colour: own keys;\npale: keys of other ranks"
+    axes.set_title(title if drawn.plan.size > 1 else "each rank computes this\nin its heads", fontsize=9)
     from hpcpar.cli.draw_context import group_name
 
     handles = [
@@ -94,7 +91,7 @@ def _draw_sends(axes: Axes, method: str, traffic: Traffic, most: int) -> None:
         names = [f"{rank} ({_short(values)})" for rank, values in enumerate(traffic.of_ranks)]
         axes.set_yticks(range(size), names, fontsize=8)
     axes.set_xlabel("to rank")
-    total = f"{_short(sum(traffic.of_ranks))} values, forward and backward"
+    total = f"{_short(sum(traffic.of_ranks))} values,\nforward and backward"
     axes.set_title(f"{method}: {total}", fontsize=9)
 
 

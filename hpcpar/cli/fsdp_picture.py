@@ -7,15 +7,25 @@ layer 2         ~~~~~~~|FFFF|BBBB|
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import ACTIVATIONS, BACKWARD, COMMUNICATION, FORWARD, IDLE, save, tidy_rows
+from hpcpar.cli.picture import (
+    ACTIVATIONS,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    IDLE,
+    legend,
+    new_figure,
+    patches,
+    tidy_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_fsdp import FsdpStep
     from hpcpar.cli.draw_overlap import Interval
@@ -27,16 +37,12 @@ WAITED: Colour = ACTIVATIONS
 HELD: dict[str, Colour] = {"": IDLE, "F": FORWARD, "B": BACKWARD}
 
 
-def draw(found: FsdpStep, step: int, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(found: FsdpStep, step: int) -> Figure:
+    """Return a figure with a row for each unit."""
     from hpcpar.cli.draw_fsdp import LARGEST, parts_of
 
     names = found.names[:LARGEST]
-    figure = Figure(figsize=(9.0, 1.4 + 0.34 * len(names)), dpi=100, layout="constrained")
+    figure = new_figure(1.4 + 0.34 * len(names))
     axes = figure.subplots()
     for unit in found.units:
         if unit.unit not in names:
@@ -65,9 +71,8 @@ def draw(found: FsdpStep, step: int, path: Path) -> None:
         "in backward": BACKWARD,
         "memory allocated": IDLE,
     }
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    save(figure, path)
+    legend(figure, patches(colours))
+    return figure
 
 
 def _bars(axes: Axes, row: int, when: Sequence[Interval], colour: Colour, *, height: float = 0.8) -> None:

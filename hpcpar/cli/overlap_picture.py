@@ -8,13 +8,23 @@ one by one     rank 0                   |forward|backward|grad|grad|optimizer|
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import BACKWARD, COMMUNICATION, FORWARD, IDLE, WEIGHTS, save, tidy_rows
+from hpcpar.cli.picture import (
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    IDLE,
+    WEIGHTS,
+    legend,
+    new_figure,
+    patches,
+    tidy_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_overlap import RankStep, Span
 
@@ -23,16 +33,12 @@ LARGEST = 8
 """Ranks that are drawn."""
 
 
-def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(ranks: Sequence[RankStep], step: int) -> Figure:
+    """Return a figure of the step as it was, over the step with one thing after another."""
     from hpcpar.cli.draw_overlap import durations, one_by_one_s
 
     shown = ranks[:LARGEST]
-    figure = Figure(figsize=(10.0, 1.6 + 0.62 * len(shown) * 1.5), dpi=110, layout="constrained")
+    figure = new_figure(1.6 + 0.62 * len(shown) * 1.5)
     was, would = figure.subplots(2, 1, sharex=True, height_ratios=(2 * len(shown), len(shown)))
     origin_s = min(each.start_s for each in shown)
     for place, each in enumerate(shown):
@@ -54,9 +60,8 @@ def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
         axes.set_title(title, fontsize=9, loc="left", pad=3)
     would.set_xlabel("ms")
     colours = {**COLOUR_OF, "communication": COMMUNICATION, "stands still": IDLE}
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    save(figure, path)
+    legend(figure, patches(colours))
+    return figure
 
 
 def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) -> None:
