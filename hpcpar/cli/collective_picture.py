@@ -109,10 +109,11 @@ def draw(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | None 
 
 def frames(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | None = None) -> list[Figure]:
     """Return a figure for each moment, in order; errors as of `draw`."""
-    found = []
+    found, half = [], ""
     for moment in moments(algorithm, size, root=root, nodes=nodes):
+        half = moment.half or half  # each frame says it
         found.append(new_figure(1.3 + 0.5 * size))
-        _draw_moment(found[-1].subplots(), moment)
+        _draw_moment(found[-1].subplots(), moment._replace(half=half))
         _head(found[-1], algorithm, size, root, nodes)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from hpcpar.cli import compare_picture, picture
+from hpcpar.cli import picture
 from hpcpar.errors import HpcparError
 from hpcpar.units import format_duration, format_nbytes
 
@@ -27,6 +27,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, output: picture.Output | None
     Shown are the keys of the configuration and the versions that differ, losses, the time of a step (median
     and quartiles), tokens/s, the memory of the fullest rank, and the bytes that rank 0 sent in a step.
     """
+    from hpcpar.cli import compare_picture
     from hpcpar.cli.console import own_console
     from hpcpar.training import compared_runs
 
