@@ -179,6 +179,10 @@ scoreboard: $(DEV_STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/scoreboard/ends.py
 	$(BIN)/python benchmarks/scoreboard/checkpoints.py
 	$(BIN)/python benchmarks/scoreboard/kills.py $(ARGS)
+	$(BIN)/python benchmarks/scoreboard/kills.py --asked $(ARGS)
+	$(BIN)/hpcpar run -n 8 benchmarks/scoreboard/growth.py
+	$(BIN)/hpcpar run -n 3 tests/soak.py --max-drift 5
+	$(BIN)/hpcpar run -n 2 benchmarks/training.py --peers 'hpcpar 0 fast' 'hpcpar 0' 'hpcpar 0 guarded'
 	$(BIN)/python -m pytest -q tests/data_parallel/test_nonfinite.py tests/data_parallel/test_compare_replicas.py tests/checkpoint/test_untrusted.py
 
 # modulefiles/README.md explains the variables. The trainer and the examples need these extras.

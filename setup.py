@@ -30,11 +30,11 @@ class BuildWithExamples(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            packed = Path(self.build_lib) / "hpcpar" / "examples"
-            packed.mkdir(parents=True, exist_ok=True)
-            for path in sorted((HERE / "examples").iterdir()):
-                if path.suffix in (".py", ".toml"):
-                    shutil.copyfile(path, packed / path.name)
+            for path in (*HERE.glob("examples/*"), *HERE.glob("examples/course/*")):
+                if path.suffix in (".py", ".toml", ".ipynb"):
+                    packed = Path(self.build_lib) / "hpcpar" / path.relative_to(HERE)
+                    packed.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, packed)
 
 
 REQUIRED = [

@@ -174,6 +174,11 @@ def test_the_examples_are_in_what_a_wheel_is_made_of(tmp_path: Path) -> None:
         [*words, "--build-lib", str(tmp_path / "lib")], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    packed = {path.name: path.read_bytes() for path in (tmp_path / "lib" / "hpcpar" / "examples").iterdir()}
-    files = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml")]
-    assert packed == {path.name: path.read_bytes() for path in files}
+    packed = contents(tmp_path / "lib" / "hpcpar" / "examples")
+    assert packed == contents(ROOT / "examples")
+    assert Path("course", "1_ring_allreduce.ipynb") in packed
+
+
+def contents(examples: Path) -> dict[Path, bytes]:
+    files = [path for path in examples.rglob("*") if path.suffix in (".py", ".toml", ".ipynb")]
+    return {path.relative_to(examples): path.read_bytes() for path in files}
