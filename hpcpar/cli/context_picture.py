@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import new_figure
+from hpcpar.cli.picture import LABELLED_RANKS, draw_sent, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +28,6 @@ CELLS = 512
 
 LIGHT = 0.65
 """How much of white is in the colour of a pair whose key is another rank's."""
-
-LABELLED_RANKS = 8
-"""With more ranks a number does not fit into its cell."""
 
 
 def draw(drawn: Drawn) -> Figure:
@@ -82,15 +79,10 @@ def _draw_sends(axes: Axes, method: str, traffic: Traffic, most: int) -> None:
     import numpy as np
 
     sent = np.array(traffic.forward) + np.array(traffic.backward)
-    axes.imshow(sent, cmap="Blues", vmin=0, vmax=max(1, most) * 1.3)
-    size = len(sent)
-    if size <= LABELLED_RANKS:
-        for rank, to in zip(*np.nonzero(sent), strict=True):
-            axes.text(to, rank, _short(int(sent[rank, to])), ha="center", va="center", fontsize=7)
-        axes.set_xticks(range(size))
+    draw_sent(axes, sent.tolist(), darkest=max(1, most) * 1.3, written=_short)
+    if len(sent) <= LABELLED_RANKS:
         names = [f"{rank} ({_short(values)})" for rank, values in enumerate(traffic.of_ranks)]
-        axes.set_yticks(range(size), names, fontsize=8)
-    axes.set_xlabel("to rank")
+        axes.set_yticks(range(len(sent)), names, fontsize=8)
     total = f"{_short(sum(traffic.of_ranks))} values,\nforward and backward"
     axes.set_title(f"{method}: {total}", fontsize=9)
 

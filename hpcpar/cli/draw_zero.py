@@ -114,11 +114,9 @@ def draw(found: Sequence[StageMemory], title: str) -> Figure:
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.3g} GiB", va="center", fontsize=8)
     names = [f"ZeRO stage {each.stage}" if each.stage else "no ZeRO" for each in found]
-    axes.set_yticks(range(len(found)), names, fontsize=8)
-    axes.invert_yaxis()
+    picture.tidy_rows(axes, names)
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel("GiB of model state on each rank")
     axes.set_title(title, fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="lower right")
     return figure

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import new_figure, rank_colour
+from hpcpar.cli.picture import draw_sent, new_figure, rank_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from hpcpar.cli.draw_experts import DispatchWay, DrawnExperts
     from hpcpar.expert_parallel.dispatch import Dispatch
-
-LABELLED_RANKS = 8
-"""With more ranks a number does not fit into its cell."""
 
 
 def draw(drawn: DrawnExperts) -> Figure:
@@ -52,20 +49,11 @@ def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
 
 
 def _draw_rows(axes: Axes, way: DispatchWay, nodes: tuple[int, ...], most: int) -> None:
-    import numpy as np
-
-    sent = np.array(way.sent)
-    axes.imshow(sent, cmap="Blues", vmin=0, vmax=most * 1.8)
-    size = len(sent)
-    for rank in range(1, size):
+    draw_sent(axes, way.sent, darkest=most * 1.8, written="{:,}".format)
+    for rank in range(1, len(way.sent)):
         if nodes[rank] != nodes[rank - 1]:
             axes.axhline(rank - 0.5, color="black", linewidth=1)
             axes.axvline(rank - 0.5, color="black", linewidth=1)
-    if size <= LABELLED_RANKS:
-        for rank, to in zip(*np.nonzero(sent), strict=True):
-            axes.text(to, rank, f"{sent[rank, to]:,}", ha="center", va="center", fontsize=7)
-        axes.set_xticks(range(size))
-        axes.set_yticks(range(size))
     axes.set_xlabel("to rank; lines divide nodes")
-    rows, between = int(sent.sum()), sum(way.between)
+    rows, between = sum(map(sum, way.sent)), sum(way.between)
     axes.set_title(f"{way.name}: {rows:,} rows,\n{between:,} between nodes", fontsize=9)

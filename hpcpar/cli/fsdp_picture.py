@@ -15,6 +15,7 @@ from hpcpar.cli.picture import (
     COMMUNICATION,
     FORWARD,
     IDLE,
+    draw_spans,
     legend,
     new_figure,
     patches,
@@ -22,13 +23,9 @@ from hpcpar.cli.picture import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_fsdp import FsdpStep
-    from hpcpar.cli.draw_overlap import Interval
     from hpcpar.cli.picture import Colour
 
 WAITED: Colour = ACTIVATIONS
@@ -50,10 +47,10 @@ def draw(found: FsdpStep, step: int) -> Figure:
         row = names.index(unit.unit)
         parts = parts_of(unit, found.passes)
         for kind in HELD:  # all of it first
-            _bars(axes, row, parts[kind], HELD[kind])
-        _bars(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], IDLE, height=0.2)
-        _bars(axes, row, unit.in_flight, COMMUNICATION, height=0.4)
-        _bars(axes, row, [unit.waited], WAITED, height=0.4)
+            draw_spans(axes, row, parts[kind], HELD[kind])
+        draw_spans(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], IDLE, height=0.2)
+        draw_spans(axes, row, unit.in_flight, COMMUNICATION, height=0.4)
+        draw_spans(axes, row, [unit.waited], WAITED, height=0.4)
     tidy_rows(axes, names)
     axes.set_xlim(0, found.seconds * 1e3)
     axes.set_xlabel("ms")
@@ -73,8 +70,3 @@ def draw(found: FsdpStep, step: int) -> Figure:
     }
     legend(figure, patches(colours))
     return figure
-
-
-def _bars(axes: Axes, row: int, when: Sequence[Interval], colour: Colour, *, height: float = 0.8) -> None:
-    places = [(start * 1e3, (stop - start) * 1e3) for start, stop in when if stop > start]
-    axes.broken_barh(places, (row - height / 2, height), facecolor=colour, edgecolor="white", linewidth=0.2)

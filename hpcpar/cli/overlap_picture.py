@@ -16,6 +16,7 @@ from hpcpar.cli.picture import (
     FORWARD,
     IDLE,
     WEIGHTS,
+    draw_spans,
     legend,
     new_figure,
     patches,
@@ -44,11 +45,13 @@ def draw(ranks: Sequence[RankStep], step: int) -> Figure:
     for place, each in enumerate(shown):
         for span in each.compute:
             if span.name in COLOUR_OF:
-                _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, COLOUR_OF[span.name])
+                draw_spans(
+                    was, 2 * place, [(span.start_s - origin_s, span.stop_s - origin_s)], COLOUR_OF[span.name]
+                )
         for span in each.standing:
-            _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, IDLE)
+            draw_spans(was, 2 * place, [(span.start_s - origin_s, span.stop_s - origin_s)], IDLE)
         for span in each.in_flight:
-            _bar(was, 2 * place + 1, span.start_s - origin_s, span.stop_s - origin_s, COMMUNICATION)
+            draw_spans(was, 2 * place + 1, [(span.start_s - origin_s, span.stop_s - origin_s)], COMMUNICATION)
         _one_by_one(would, place, each, sum(durations(ranks, each)))
     names = [f"rank {each.rank} {what}" for each in shown for what in ("computing", "communication")]
     saved_s = max(one_by_one_s(ranks, each) for each in shown) - max(each.seconds for each in shown)
@@ -85,10 +88,5 @@ def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) 
         (own_s(of["optimizer"]), COLOUR_OF["optimizer"]),
     ]
     for seconds, colour in parts:
-        _bar(axes, place, at_s, at_s + seconds, colour)
+        draw_spans(axes, place, [(at_s, at_s + seconds)], colour)
         at_s += seconds
-
-
-def _bar(axes: Axes, row: int, start_s: float, stop_s: float, colour: tuple[float, float, float]) -> None:
-    where = [(start_s * 1e3, (stop_s - start_s) * 1e3)]
-    axes.broken_barh(where, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,3 +210,34 @@ def tidy_rows(axes: Axes, names: list[str]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw_spans(
+    axes: Axes, row: int, when: Iterable[tuple[float, float]], colour: Colour, *, height: float = 0.8
+) -> None:
+    """Draw bars of a row from seconds to seconds, along an axis of milliseconds."""
+    places = [(start_s * 1e3, (stop_s - start_s) * 1e3) for start_s, stop_s in when if stop_s > start_s]
+    if places:
+        axes.broken_barh(
+            places, (row - height / 2, height), facecolor=colour, edgecolor="white", linewidth=0.3
+        )
+
+
+LABELLED_RANKS = 8
+"""With more ranks a number does not fit into its cell."""
+
+
+def draw_sent(
+    axes: Axes, sent: Sequence[Sequence[int]], *, darkest: float, written: Callable[[int], str]
+) -> None:
+    """Draw what each rank (row) sends to each (column): the more, the fuller its colour, with its number."""
+    axes.imshow(sent, cmap="Blues", vmin=0, vmax=darkest)
+    axes.set_xlabel("to rank")
+    if len(sent) > LABELLED_RANKS:
+        return
+    for rank, of_rank in enumerate(sent):
+        for to, amount in enumerate(of_rank):
+            if amount:
+                axes.text(to, rank, written(amount), ha="center", va="center", fontsize=7)
+    axes.set_xticks(range(len(sent)))
+    axes.set_yticks(range(len(sent)))

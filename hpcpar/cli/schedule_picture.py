@@ -13,7 +13,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcpar.cli.picture import BACKWARD, FORWARD, IDLE, WEIGHTS, Colour, legend, new_figure, patches, shade
+from hpcpar.cli.picture import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    WEIGHTS,
+    Colour,
+    legend,
+    new_figure,
+    patches,
+    shade,
+    tidy_rows,
+)
 from hpcpar.pipeline_schedules.action import Kind
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
@@ -79,10 +90,7 @@ def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:
             )
     rate = f"bubble rate {panel.timetable.bubble_rate:.2%}, cost {panel.timetable.cost_s:.4g} s"
     axes.set_title(f"{panel.title}: {rate}", fontsize=9, loc="left", pad=3)
-    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))], fontsize=FONT_POINTS + 1)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    tidy_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
 
 
 def _draw_row(axes: Axes, rank: int, row: Sequence[Timed], until_s: float) -> None:
