@@ -19,5 +19,7 @@ def test_a_run_whose_rank_was_killed_goes_on_with_every_bit(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     tries = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert {(each["layout"], each["result"]) for each in tries} == {("ZeRO-3, saved behind training", "exact")}
+    assert {(each["layout"], each["result"]) for each in tries} == {
+        ("ZeRO-3, saved behind training", "exact")
+    }
     assert f"{len(tries)} of {len(tries)} exact to the bit" in done.stdout

@@ -57,7 +57,7 @@ def dangling(page: Path) -> list[str]:
     for link in LINK.findall(prose(page)):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if not target.is_file() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             wrong.append(f"{page.relative_to(ROOT)}: {link}")
     return wrong
 
