@@ -7,6 +7,7 @@
 # make test-long    tests of whole programs beside their peers, which take minutes more
 # make docs     the documentation's site, into build/site
 # make docs-test    runs the commands of README and of the site's pages; ARGS="--page install"
+# make gallery  the pictures of the gallery, docs/gallery.md, drawn anew; ARGS="mesh zero": those alone
 # make lint     style, types and the layers of imports
 # make structure    sizes by package, longest functions, largest classes and files, duplicate names; no gate
 # make bench    figures into benchmarks/results/
@@ -69,7 +70,7 @@ SERVE_STAMP := $(SERVE_VENV)/.installed
 CAN_SERVE = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
     { [ "$$(uname -m)" = aarch64 ] || grep -qsw avx2 /proc/cpuinfo; } && echo yes)
 
-.PHONY: train recipes plan-check scoreboard serve install-serve test test-fast test-long structure docs docs-test lint bench install-module wheelhouse clean
+.PHONY: train recipes plan-check scoreboard serve install-serve test test-fast test-long structure docs docs-test gallery lint bench install-module wheelhouse clean
 .DEFAULT_GOAL := train
 
 $(STAMP): setup.py constraints.txt
@@ -135,6 +136,9 @@ docs: $(DOCS_STAMP)
 docs-test: $(STAMP)
 	$(BIN)/python docs/run_blocks.py $(ARGS)
 
+gallery: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/gallery.py $(ARGS)
+
 structure:
 	$(PYTHON) tests/structure.py
 
@@ -175,6 +179,10 @@ scoreboard: $(DEV_STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/scoreboard/ends.py
 	$(BIN)/python benchmarks/scoreboard/checkpoints.py
 	$(BIN)/python benchmarks/scoreboard/kills.py $(ARGS)
+	$(BIN)/python benchmarks/scoreboard/kills.py --asked $(ARGS)
+	$(BIN)/hpcpar run -n 8 benchmarks/scoreboard/growth.py
+	$(BIN)/hpcpar run -n 3 tests/soak.py --max-drift 5
+	$(BIN)/hpcpar run -n 2 benchmarks/training.py --peers 'hpcpar 0 fast' 'hpcpar 0' 'hpcpar 0 guarded'
 	$(BIN)/python -m pytest -q tests/data_parallel/test_nonfinite.py tests/data_parallel/test_compare_replicas.py tests/checkpoint/test_untrusted.py
 
 # modulefiles/README.md explains the variables. The trainer and the examples need these extras.

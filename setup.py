@@ -30,11 +30,11 @@ class BuildWithExamples(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            packed = Path(self.build_lib) / "hpcpar" / "examples"
-            packed.mkdir(parents=True, exist_ok=True)
-            for path in sorted((HERE / "examples").iterdir()):
-                if path.suffix in (".py", ".toml"):
-                    shutil.copyfile(path, packed / path.name)
+            for path in (*HERE.glob("examples/*"), *HERE.glob("examples/course/*")):
+                if path.suffix in (".py", ".toml", ".ipynb"):
+                    packed = Path(self.build_lib) / "hpcpar" / path.relative_to(HERE)
+                    packed.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, packed)
 
 
 REQUIRED = [
@@ -77,7 +77,7 @@ EXTRAS = {
     "horovod": ["cloudpickle>=2"],
     # jobscripts/ray-preprocess.sh, ray-models.sh and serve-vllm.sh; horovod.run in a Ray task.
     "ray": ["ray>=2.50", "cloudpickle>=2"],
-    # The images of examples/horovod_digits.py.
+    # The images of examples/horovod_digits.py and vision_digits.py.
     "examples": ["scikit-learn>=1.3"],
     # `make docs`: the site of the documentation.
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26", "ruff>=0.6"],

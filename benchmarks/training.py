@@ -12,6 +12,7 @@ each takes some steps while nothing else runs, so a noisy machine touches all of
     hpcpar 1, 2, 3   the same, with optimizer states, gradients, parameters sharded
     hpcpar 0 … 3 fast   with what is asked for by name: overlap_allgather, and no look at whether gradients
                      are finite (nonfinite="step")
+    hpcpar 0 … 3 guarded   after each step all ranks are asked whether to stop, too, as `hpcpar train` does
     ddp              torch DistributedDataParallel over gloo
     zero redundancy  torch ZeroRedundancyOptimizer around DDP: optimizer states sharded
     fsdp2            torch fully_shard over gloo: all sharded

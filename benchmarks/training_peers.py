@@ -222,6 +222,7 @@ class Hpcpar(Peer):
         else:
             settings = {"zero_stage": self.stage, "model": self.model, **precision, **shared}
             settings["bucket_bytes"] = task.bucket_bytes
+        self.preemption = hpcpar.Preemption(task.world, ()) if name.endswith("guarded") else None
         if name.endswith("fast"):
             settings |= {"nonfinite": "step", "overlap_allgather": self.stage in (1, 2)}
         named = list(self.model.named_parameters())
@@ -233,8 +234,15 @@ class Hpcpar(Peer):
     def synchronize(self) -> None:
         self.distributed.synchronize()
 
+    def update(self) -> None:
+        super().update()
+        if self.preemption is not None:
+            self.preemption.is_agreed()
+
     def settle(self) -> None:
         self.distributed.wait_for_parameters()
+        if self.preemption is not None:
+            self.preemption.settle()
 
     def parameters(self) -> dict[str, Tensor]:
         self.settle()
@@ -370,7 +378,7 @@ class DeepSpeed(Peer):
 
 DATA_PARALLEL: dict[str, type[Peer]] = {
     **{f"hpcpar {stage}": Hpcpar for stage in range(4)},
-    **{f"hpcpar {stage} fast": Hpcpar for stage in range(4)},
+    **{f"hpcpar {stage} {how}": Hpcpar for how in ("fast", "guarded") for stage in range(4)},
     "ddp": Ddp,
     "zero redundancy": ZeroRedundancy,
     "fsdp2": Fsdp2,

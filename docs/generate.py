@@ -1,6 +1,6 @@
-"""The reference pages: keys of a run, environment variables, commands; made of the code.
+"""The reference pages: keys of a run, environment variables, commands, made of the code; and the gallery.
 
-python docs/generate.py            # writes docs/reference/*.md
+python docs/generate.py            # writes docs/reference/*.md, docs/gallery.md
 python docs/generate.py --check    # exits with 1 where one differs
 
 A key, a variable or an option without a description is an error that names it.
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import gallery
 from columns import cell
 
 from hpcpar.cli import group
@@ -118,7 +119,12 @@ def commands() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"configuration.md": configuration, "environment.md": environment, "commands.md": commands}
+PAGES = {
+    "configuration.md": configuration,
+    "environment.md": environment,
+    "commands.md": commands,
+    "../gallery.md": gallery.page,
+}
 
 
 if __name__ == "__main__":

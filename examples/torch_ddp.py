@@ -27,9 +27,11 @@ for _ in range(20):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    mean = loss.detach() / size
+    dist.all_reduce(mean)
+    if rank == 0:
+        print(f"loss {mean.item():.8f}", flush=True)
 
-mean = loss.detach() / size
-dist.all_reduce(mean)
 if rank == 0:
     print(f"last loss {mean.item():.8f}")
 dist.destroy_process_group()

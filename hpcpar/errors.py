@@ -6,7 +6,8 @@ file) is a `RuntimeError`. `except HpcparError` catches every one of them and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -88,6 +89,12 @@ class CheckpointError(HpcparError, RuntimeError):
 
 class MissingExtraError(HpcparError, ModuleNotFoundError):
     """A package that is not installed; the message names the extra of hpcpar that installs it."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'ring'? ", for a sentence that goes on; "" where no name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 EXTRA_OF = {"pydantic": "train", "safetensors": "train", "tokenizers": "train", "matplotlib": "pictures"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcpar.comm import Communicator
 from hpcpar.pipeline_schedules.timetable import read_timetable
 
 pytest.importorskip("mpi4py")
@@ -75,6 +77,80 @@ def test_experts_that_two_ranks_divide_learn_what_those_of_each_rank_do(run_rank
         )
     assert len(told[0]) == 4
     assert told[1] == pytest.approx(told[0], abs=2e-4)  # float32, printed with four digits
+
+
+Alone = Callable[..., str]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Alone:
+    """Run an example in this process, which is one rank, in a directory of its own; what it prints."""
+
+    def run(name: str, *words: object) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr("hpcpar.init", Communicator.alone, raising=False)
+            patch.setattr("sys.argv", [name, *map(str, words)])
+            patch.chdir(tmp_path)
+            capsys.readouterr()
+            runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def found_in(text: str, pattern: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+LOSS = r"loss ([\d.]+)"
+
+
+def test_a_dataset_of_ones_own_is_gone_on_with_in_an_epoch_by_other_ranks(
+    run_ranks: RunRanks, alone: Alone, tmp_path: Path
+) -> None:
+    options = ("--epochs", "2", "--directory", str(tmp_path / "saved"))
+    done = run_ranks(2, str(ROOT / "examples" / "own_dataset.py"), *options, "--until", "5")
+    assert done.returncode == 0, done.stderr
+    first, rest = found_in(done.stdout, LOSS), found_in(alone("own_dataset", *options), LOSS)
+    assert (len(first), len(rest)) == (5, 2 * 16 - 5)
+    whole = found_in(alone("own_dataset", "--epochs", "2", "--workers", "0", "--directory", "whole"), LOSS)
+    assert first + rest == pytest.approx(whole, abs=5e-6)  # float32, printed with six digits
+
+
+def test_digits_are_recognised_alike_by_any_ranks_and_stages_of_zero(
+    run_ranks: RunRanks, alone: Alone, tmp_path: Path
+) -> None:
+    pytest.importorskip("sklearn")
+    options = ("--epochs", "1", "--batch", "64", "--directory", str(tmp_path / "saved"))
+    done = run_ranks(2, str(ROOT / "examples" / "vision_digits.py"), *options, "--zero-stage", "2")
+    assert done.returncode == 0, done.stderr
+    gone_on = alone("vision_digits", *options, "--epochs", "2", "--zero-stage", "3")
+    whole = alone("vision_digits", "--batch", "64", "--epochs", "2")
+    for pattern, tolerance in ((LOSS, 2e-5), (r"accuracy ([\d.]+)", 3e-3)):  # float32; an image of 360
+        together = found_in(done.stdout, pattern) + found_in(gone_on, pattern)
+        assert len(together) == 2
+        assert together == pytest.approx(found_in(whole, pattern), abs=tolerance)
+    assert found_in(whole, r"accuracy ([\d.]+)")[1] > 0.9
+
+
+@pytest.mark.long
+def test_a_model_of_transformers_is_tuned_alike_by_two_ranks_and_from_what_they_saved(
+    run_ranks: RunRanks, alone: Alone, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    saved = tmp_path / "saved"
+    options = ("--steps", "3", "--batch", "9", "--zero-stage", "1")
+    done = run_ranks(2, str(ROOT / "examples" / "finetune_transformers.py"), *options, "--output", str(saved))
+    assert done.returncode == 0, done.stderr
+    whole = found_in(alone("finetune_transformers", *options, "--output", "whole"), LOSS)
+    assert len(whole) == 3
+    assert found_in(done.stdout, LOSS) == pytest.approx(whole, abs=2e-5)  # float32, AdamW
+    again = [
+        found_in(alone("finetune_transformers", "--steps", "1", "--model", directory), LOSS)
+        for directory in (saved, "whole")
+    ]
+    assert again[0] == pytest.approx(again[1], abs=2e-5)
+    assert again[0][0] < whole[0]
 
 
 def test_no_steps_are_refused_before_the_job_starts(run_ranks: RunRanks) -> None:

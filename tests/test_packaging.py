@@ -225,7 +225,12 @@ def test_the_images_copy_what_a_wheel_with_the_examples_is_made_of(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    packed = {path.name: path.read_bytes() for path in (tmp_path / "lib" / "hpcpar" / "examples").iterdir()}
-    files = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml")]
-    assert packed == {path.name: path.read_bytes() for path in files}
+    packed = contents(tmp_path / "lib" / "hpcpar" / "examples")
+    assert packed == contents(ROOT / "examples")
+    assert Path("course", "1_ring_allreduce.ipynb") in packed
     assert (tmp_path / "lib" / "hpcpar" / "py.typed").exists()
+
+
+def contents(examples: Path) -> dict[Path, bytes]:
+    files = [path for path in examples.rglob("*") if path.suffix in (".py", ".toml", ".ipynb")]
+    return {path.relative_to(examples): path.read_bytes() for path in files}

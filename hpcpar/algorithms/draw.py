@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from hpcpar.algorithms.prove import Memory, memories
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Copy, Receive, Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
@@ -44,14 +45,22 @@ def draw(
         table.append(["", *(f"node {node}" for node in nodes)])
     table.append(["messages", *(str(sum(len(step.sends) for step in steps)) for steps in schedules)])
     table.append(["sends", *(f"{_chunks_sent(steps) / max(chunks, 1):.3g} S" for steps in schedules)])
+    halves = {}
+    if algorithm.collective == "allreduce":
+        halves = halves_of(schedules, memories(algorithm, size, root, segments, nodes))
+    headings = []
     for row in range(1 + max((row for steps in rows for row in steps.values()), default=-1)):
+        headings += [(len(table), halves[row])] if row in halves else []
         cells = [
             [line for step, at in steps.items() if at == row for line in _cell(schedules[rank][step])]
             for rank, steps in enumerate(rows)
         ]
         table.extend(["", *lines] for lines in zip_longest(*cells, fillvalue=""))
         table[-max(map(len, cells))][0] = f"step {row}"
-    return f"{title(algorithm, size, root, chunks)}\n\n{_aligned(table)}\n"
+    lines = _aligned(table)
+    for place, half in reversed(headings):
+        lines.insert(place, f"{half}:")
+    return "\n".join([title(algorithm, size, root, chunks), "", *lines, ""])
 
 
 def legend(drawn: str) -> str:
@@ -113,6 +122,37 @@ def partners_of(schedules: Sequence[Sequence[Step]]) -> dict[tuple[int, int], li
     return partners
 
 
+def halves_of(schedules: Sequence[Sequence[Step]], seen: Sequence[Sequence[Memory]]) -> dict[int, str]:
+    """Divide an all-reduce into rows that sum and rows that hand sums on: the first of each -> its name.
+
+    A reduce-scatter and an all-gather, where most ranks have sums between them, each of other chunks; else a
+    reduce and a broadcast. Empty where ranks still sum when others hand on, or every rank ends with its sums.
+
+    seen   what each rank holds before each of its steps, and at the end, as `memories` returns it
+    """
+    rows = rows_of(schedules)
+    summing, handing_on = (
+        [
+            of_rank[at]
+            for of_rank, steps in zip(rows, schedules, strict=True)
+            for at, step in enumerate(steps)
+            for receive in step.receives
+            if receive.combine == combine
+        ]
+        for combine in (True, False)
+    )
+    if not handing_on or max(summing, default=-1) >= (second := min(handing_on)):
+        return {}
+    every, sums = (1 << len(schedules)) - 1, []
+    for of_rank, memory in zip(rows, seen, strict=True):
+        done = sum(row < second for row in of_rank.values())
+        sums.append(sum(value is not None and value.ranks == every for value in memory[done]["data"]))
+    # Each chunk's sum is on one rank only, and most ranks have some.
+    is_scattered = sum(sums) == len(seen[0][0]["data"]) and 2 * sum(map(bool, sums)) > len(sums)
+    names = ("reduce-scatter", "all-gather") if is_scattered else ("reduce", "broadcast")
+    return dict(zip((0, second), names, strict=True))
+
+
 def _cell(step: Step) -> list[str]:
     """The lines of one step: copies, then each send beside a receive."""
     sends, receives = map(_sent, step.sends), map(_received, step.receives)
@@ -148,7 +188,7 @@ def _chunks_sent(steps: Sequence[Step]) -> int:
     return sum(len(send.chunks) for step in steps for send in step.sends)
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> str:
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
+    return [line.rstrip() for line in lines]

@@ -11,7 +11,7 @@ from hpcpar.algorithms.cost import Cost, CostForm, OnNodes, TwoLevelCost
 from hpcpar.algorithms.doubling import largest_power
 from hpcpar.algorithms.step import Generator, Step
 from hpcpar.algorithms.topology import Nodes, map_nodes
-from hpcpar.errors import OperationError
+from hpcpar.errors import OperationError, did_you_mean
 
 CHUNKS: dict[str, Callable[[int, int, Nodes | None], int]] = {
     "0": lambda n, k, nodes: 0,
@@ -147,7 +147,8 @@ def find(collective: str, name: str) -> Algorithm:
     require_collective(collective)
     if name not in ALGORITHMS[collective]:
         known = ", ".join(ALGORITHMS[collective])
-        raise OperationError(f"no algorithm {name!r} for {collective}; there are {known}")
+        hint = did_you_mean(name, ALGORITHMS[collective])
+        raise OperationError(f"no algorithm {name!r} for {collective}; {hint}there are {known}")
     return ALGORITHMS[collective][name]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 import hpcpar
-from hpcpar.errors import MissingExtraError, naming_extras
+from hpcpar.errors import MissingExtraError, did_you_mean, naming_extras
 
 Commands = Mapping[str, tuple[str, str, str]]
 """name -> (module, name in it, what it does)"""
@@ -61,6 +61,17 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
         return command
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.lazy and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"there is no command {args[0]!r}; {did_you_mean(args[0], self.lazy)}"
+                f"`{context.command_path} --help` lists them",
+                context,
+            )
+        return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -8,33 +8,41 @@ ZeRO-3            |w|g|o|act|                          |======      |====
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcpar.cli.picture import ACTIVATIONS, COMMUNICATION, IDLE, STATE_COLOURS, Colour, save, tidy_rows
+from hpcpar.cli.picture import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    IDLE,
+    MEASURED,
+    STATE_COLOURS,
+    Colour,
+    legend,
+    new_figure,
+    patches,
+    tidy_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_compare import Compared, Figures
-
-TIME = (0.45, 0.45, 0.45)
 
 HATCH = "////"
 """Of measured bars."""
 
 
-def draw(found: Sequence[Compared], title: str, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
+def draw(found: Sequence[Compared], title: str) -> Figure:
+    """Return a figure with a row for each approach."""
     # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     from hpcpar.cli.draw_compare import HEADINGS, PURPOSES, purposes_of, unit_of
 
     is_measured = any(each.measured is not None for each in found)
     inches = 1.3 + len(found) * (0.46 if is_measured else 0.3)
-    figure = Figure(figsize=(9.0, inches), dpi=100, layout="constrained")
+    figure = new_figure(inches)
     memory, sent, time = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
     colour_of = dict(zip(PURPOSES, (*STATE_COLOURS, ACTIVATIONS, IDLE), strict=True))
     unit, name = unit_of(found)
@@ -48,7 +56,7 @@ def draw(found: Sequence[Compared], title: str, path: Path) -> None:
             if figures.sent_nbytes is not None:
                 _draw_bar(sent, figures.sent_nbytes / unit, bar, COMMUNICATION, ratio)
             if figures.step_s is not None:
-                _draw_bar(time, figures.step_s, bar, TIME, "")
+                _draw_bar(time, figures.step_s, bar, MEASURED, "")
     is_over = any(each.planned is not None and each.refused is not None for each in found)
     over = "\n* more than a device has" if is_over else ""
     for axes, label in (
@@ -61,12 +69,12 @@ def draw(found: Sequence[Compared], title: str, path: Path) -> None:
         axes.tick_params(axis="x", labelsize=8)
         axes.margins(x=0.2)
         axes.set_xlim(left=0)
-    handles = [Patch(color=colour_of[each], label=HEADINGS[each]) for each in purposes_of(found)]
+    handles = patches({HEADINGS[each]: colour_of[each] for each in purposes_of(found)})
     if is_measured:
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=HATCH, label="measured"))
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
+    legend(figure, handles)
     figure.suptitle(title, fontsize=10)
-    save(figure, path)
+    return figure
 
 
 class BarPlace(NamedTuple):

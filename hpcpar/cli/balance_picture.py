@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import save
+from hpcpar.cli.picture import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_balance import RunBalance
 
@@ -17,17 +17,14 @@ LIMIT = 1.5
 """Load over the mean that is drawn as a line: with more, a rank lags by half a step."""
 
 
-def draw(found: Sequence[RunBalance], path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * len(found), 3.6), dpi=100, layout="constrained")
+def draw(found: Sequence[RunBalance]) -> Figure:
+    """Return a figure with a panel for each run."""
+    figure = new_figure(3.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, run in zip(panels, found, strict=True):
         _panel(axes, run)
     panels[0].set_ylabel("load of the fullest expert / mean load")
-    save(figure, path)
+    return figure
 
 
 def _panel(axes: Axes, run: RunBalance) -> None:

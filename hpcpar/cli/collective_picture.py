@@ -11,17 +11,16 @@ step after the other.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcpar.algorithms.draw import rows_of, time_text, title
+from hpcpar.algorithms.draw import halves_of, rows_of, time_text, title
 from hpcpar.algorithms.prove import Memory, memories
 from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Space
 from hpcpar.algorithms.topology import Nodes
-from hpcpar.cli.picture import rank_colour, save
+from hpcpar.cli.picture import legend, new_figure, patches, rank_colour
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ LARGEST = 10
 """Ranks that differ in colour."""
 
 COLUMNS = 4
-FRAME_MS = 900
 
 
 class Arrow(NamedTuple):
@@ -43,11 +41,15 @@ class Arrow(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory of all ranks between two steps, and the messages of the next one."""
+    """Memory of all ranks between two steps, and the messages of the next one.
+
+    half   of an all-reduce, where it begins with this moment
+    """
 
     name: str
     memories: Sequence[Memory]
     arrows: Sequence[Arrow]
+    half: str = ""
 
 
 def moments(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | None = None) -> list[Moment]:
@@ -72,62 +74,56 @@ def moments(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | No
                     Arrow((receive.source, send[1].space, place), (rank, receive.space, into))
                     for place, into in zip(send[1].chunks, receive.chunks, strict=True)
                 ]
+    halves = halves_of(schedules, seen) if algorithm.collective == "allreduce" else {}
     names = [*(f"before step {row}" for row in range(count)), "at the end"]
     done = [[sum(at < row for at in of_rank.values()) for of_rank in rows] for row in range(count + 1)]
     return [
-        Moment(name, [seen[rank][done[row][rank]] for rank in range(size)], arrows[row])
+        Moment(name, [seen[rank][done[row][rank]] for rank in range(size)], arrows[row], halves.get(row, ""))
         for row, name in enumerate(names)
     ]
 
 
-def draw(algorithm: Algorithm, size: int, path: Path, *, root: int = 0, nodes: Nodes | None = None) -> None:
-    """Draw into a file (PNG, SVG, PDF, or GIF with a frame for each step, by its name).
+def draw(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | None = None) -> Figure:
+    """Return a figure with a panel for each moment; each half of an all-reduce begins a line.
 
-    errors   OperationError for too many ranks to see; ValueError for another format
+    errors   OperationError for too many ranks to see
     """
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
     found = moments(algorithm, size, root=root, nodes=nodes)
+    begins = [place for place, each in enumerate(found) if each.half] or [0]
+    lines = [
+        found[first : min(first + COLUMNS, stop)]
+        for start, stop in zip(begins, [*begins[1:], len(found)], strict=True)
+        for first in range(start, stop, COLUMNS)
+    ]
+    figure = new_figure((0.5 + 0.34 * size) * len(lines) + 0.7)
+    panels = figure.subplots(len(lines), max(map(len, lines)), squeeze=False)
+    for row, line in zip(panels, lines, strict=True):
+        for axes, moment in zip_longest(row, line):
+            if moment is None:
+                axes.set_axis_off()
+            else:
+                _draw_moment(axes, moment)
+    _head(figure, algorithm, size, root, nodes)
+    return figure
+
+
+def frames(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | None = None) -> list[Figure]:
+    """Return a figure for each moment, in order; errors as of `draw`."""
+    found, half = [], ""
+    for moment in moments(algorithm, size, root=root, nodes=nodes):
+        half = moment.half or half  # each frame says it
+        found.append(new_figure(1.3 + 0.5 * size))
+        _draw_moment(found[-1].subplots(), moment._replace(half=half))
+        _head(found[-1], algorithm, size, root, nodes)
+    return found
+
+
+def _head(figure: Figure, algorithm: Algorithm, size: int, root: int, nodes: Nodes | None) -> None:
     chunks = algorithm.chunks(size, 1, nodes)
     heading = f"{title(algorithm, size, root, chunks)}; time {time_text(algorithm, size)}"
-    if path.suffix == ".gif":
-        _animate(found, heading, path)
-        return
-    lines = -(-len(found) // COLUMNS)
-    columns = -(-len(found) // lines)
-    figure = Figure(figsize=(2.9 * columns, (0.5 + 0.34 * size) * lines + 0.7), dpi=110, layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes in panels[len(found) :]:
-        axes.set_axis_off()
-    for axes, moment in zip(panels, found, strict=False):
-        _draw_moment(axes, moment)
-    _head(figure, heading, size)
-    save(figure, path)
-
-
-def _animate(found: Sequence[Moment], heading: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-    from PIL import Image
-
-    size, frames = len(found[0].memories), []
-    for moment in found:
-        figure = Figure(figsize=(7.0, 1.3 + 0.5 * size), dpi=110, layout="constrained")
-        _draw_moment(figure.subplots(), moment)
-        _head(figure, heading, size)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-        frames.append(Image.open(drawn).convert("RGB").quantize(64))
-    durations = [FRAME_MS] * (len(frames) - 1) + [3 * FRAME_MS]
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
-
-
-def _head(figure: Figure, heading: str, size: int) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=rank_colour(rank), label=f"of rank {rank}") for rank in range(size)]
     figure.suptitle(heading, fontsize=9)
-    figure.legend(handles=handles, fontsize=8, ncols=min(size, 5), loc="outside lower center")
+    ranks = {f"of rank {rank}": rank_colour(rank) for rank in range(size)}
+    legend(figure, patches(ranks), columns=min(size, 5))
 
 
 def _draw_moment(axes: Axes, moment: Moment) -> None:
@@ -167,7 +163,8 @@ def _draw_moment(axes: Axes, moment: Moment) -> None:
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(moment.name, fontsize=9, loc="left", pad=14 if len(spaces) > 1 else 3)
+    name = f"{moment.half}: {moment.name}" if moment.half else moment.name
+    axes.set_title(name, fontsize=9, loc="left", pad=14 if len(spaces) > 1 else 3)
 
 
 def _draw_cell(axes: Axes, left: float, rank: int, contributions: int) -> None:

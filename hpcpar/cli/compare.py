@@ -20,15 +20,14 @@ NOT_SAID = "-"
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Loss curves (.svg, .png, .pdf)."
-)
-def compare(runs: tuple[Path, ...], as_json: bool, output: Path | None) -> None:
+@picture.output_options("Loss curves (.svg, .png, .pdf).")
+def compare(runs: tuple[Path, ...], as_json: bool, output: picture.Output | None) -> None:
     """Compare output directories of `hpcpar train`: what differs between the runs, and what came of it.
 
     Shown are the keys of the configuration and the versions that differ, losses, the time of a step (median
     and quartiles), tokens/s, the memory of the fullest rank, and the bytes that rank 0 sent in a step.
     """
+    from hpcpar.cli import compare_picture
     from hpcpar.cli.console import own_console
     from hpcpar.training import compared_runs
 
@@ -41,10 +40,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, output: Path | None) -> None:
         click.echo(json.dumps(found, indent=1))
     else:
         own_console().print(table(found), crop=False)
-    if output is not None:
-        from hpcpar.cli import compare_picture
-
-        picture.write(output, lambda path: compare_picture.draw(read, path), err=as_json)
+    picture.write(output, lambda: compare_picture.draw(read), err=as_json)
 
 
 def table(found: dict[str, Any]) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
-from hpcpar.cli.picture import save
+from hpcpar.cli.picture import new_figure, rank_colour
 from hpcpar.training.compared_runs import ReadRun
 from hpcpar.training.metrics import running_mean
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DECAY = 0.9
 """Of the running mean, the thick line."""
@@ -18,17 +19,17 @@ LONG_S = 300.0
 """Training that lasted longer has an axis in minutes."""
 
 
-def draw(runs: Sequence[ReadRun], path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format.
+def draw(runs: Sequence[ReadRun]) -> Figure:
+    """Return a figure of losses over steps, and over time.
 
     thin     each step's loss; thick: its running mean; points: held-out losses
     """
-    figure = Figure(figsize=(12, 4.5), dpi=110, layout="constrained")
+    figure = new_figure(4.5)
     over_steps, over_time = figure.subplots(1, 2, sharey=True)
     longest_s = max((ends[-1] for run in runs if (ends := run.seconds())), default=0.0)
     unit_s, unit = (60.0, "min") if longest_s > LONG_S else (1.0, "s")
     for number, run in enumerate(runs):
-        colour = f"C{number}"
+        colour = rank_colour(number)
         times = {
             step["step"] + 1: end_s / unit_s for step, end_s in zip(run.steps, run.seconds(), strict=True)
         }
@@ -47,4 +48,4 @@ def draw(runs: Sequence[ReadRun], path: Path) -> None:
     for axes in (over_steps, over_time):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    save(figure, path)
+    return figure

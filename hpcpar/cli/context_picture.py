@@ -12,13 +12,13 @@ A row's colour is the rank that has the query; full where the rank has the key, 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import save
+from hpcpar.cli.picture import LABELLED_RANKS, draw_sent, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_context import Drawn
     from hpcpar.context_parallel.traffic import Traffic
@@ -29,16 +29,10 @@ CELLS = 512
 LIGHT = 0.65
 """How much of white is in the colour of a pair whose key is another rank's."""
 
-LABELLED_RANKS = 8
-"""With more ranks a number does not fit into its cell."""
 
-
-def draw(drawn: Drawn, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.0, 4.6), dpi=100, layout="constrained")
+def draw(drawn: Drawn) -> Figure:
+    """Return a figure of the mask, and of what each rank sends to each."""
+    figure = new_figure(3.7)
     mask, ours, ring = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
     _draw_mask(mask, drawn)
     most = max(max(map(max, (*each.forward, *each.backward))) for each in (drawn.traffic, drawn.ring))
@@ -47,7 +41,7 @@ def draw(drawn: Drawn, path: Path) -> None:
     _draw_sends(ring, "ring", drawn.ring, 2 * most)
     ours.set_ylabel("from rank")
     figure.suptitle(drawn.title, fontsize=10)
-    save(figure, path)
+    return figure
 
 
 def _draw_mask(axes: Axes, drawn: Drawn) -> None:
@@ -67,8 +61,8 @@ def _draw_mask(axes: Axes, drawn: Drawn) -> None:
     axes.imshow(pixels, extent=(0, length, length, 0), interpolation="nearest")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    title = "full colour: own keys; light: keys of other ranks"
-    axes.set_title(title if drawn.plan.size > 1 else "each rank computes this in its heads", fontsize=8)
+    title = "full colour: own keys;\npale: keys of other ranks"
+    axes.set_title(title if drawn.plan.size > 1 else "each rank computes this\nin its heads", fontsize=9)
     from hpcpar.cli.draw_context import group_name
 
     handles = [
@@ -85,16 +79,11 @@ def _draw_sends(axes: Axes, method: str, traffic: Traffic, most: int) -> None:
     import numpy as np
 
     sent = np.array(traffic.forward) + np.array(traffic.backward)
-    axes.imshow(sent, cmap="Blues", vmin=0, vmax=max(1, most) * 1.3)
-    size = len(sent)
-    if size <= LABELLED_RANKS:
-        for rank, to in zip(*np.nonzero(sent), strict=True):
-            axes.text(to, rank, _short(int(sent[rank, to])), ha="center", va="center", fontsize=7)
-        axes.set_xticks(range(size))
+    draw_sent(axes, sent.tolist(), darkest=max(1, most) * 1.3, written=_short)
+    if len(sent) <= LABELLED_RANKS:
         names = [f"{rank} ({_short(values)})" for rank, values in enumerate(traffic.of_ranks)]
-        axes.set_yticks(range(size), names, fontsize=8)
-    axes.set_xlabel("to rank")
-    total = f"{_short(sum(traffic.of_ranks))} values, forward and backward"
+        axes.set_yticks(range(len(sent)), names, fontsize=8)
+    total = f"{_short(sum(traffic.of_ranks))} values,\nforward and backward"
     axes.set_title(f"{method}: {total}", fontsize=9)
 
 

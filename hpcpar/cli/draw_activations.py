@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from hpcpar.cli import picture
 from hpcpar.errors import HpcparError
 
 NUMBER = click.IntRange(min=1)
@@ -17,14 +16,18 @@ NUMBER = click.IntRange(min=1)
 @click.option("--batch", type=NUMBER, default=2, help="Sequences of a microbatch.")
 @click.option("--hidden", type=NUMBER, default=512, help="Hidden size.")
 @click.option("--heads", type=NUMBER, default=8, help="Attention heads.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the bars here, too.")
-def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, picture: Path | None) -> None:
+@picture.output_options()
+def activations(
+    tp: int, sequence: int, batch: int, hidden: int, heads: int, output: picture.Output | None
+) -> None:
     """Show what a transformer layer keeps from forward to backward, on each rank.
 
     Without parallelism, with tensor parallelism (TP), with sequence parallelism beside it (SP), and with the
     attention core or the whole layer computed anew in backward. All ranks are threads of this process.
     """
+    # torch is imported by this command alone.
     from hpcpar.bench import layer_activations as measuring
+    from hpcpar.cli import activation_picture
     from hpcpar.planner.activations import LayerShape
 
     shape = LayerShape(sequence, batch, hidden, heads)
@@ -34,11 +37,4 @@ def activations(tp: int, sequence: int, batch: int, hidden: int, heads: int, pic
         raise click.ClickException(str(error)) from error
     click.echo(measuring.title(shape, tp) + "\n")
     click.echo(measuring.table(found))
-    if picture is not None:
-        from hpcpar.bench import activation_picture
-
-        try:
-            activation_picture.draw(found, shape, tp, picture)
-        except (OSError, ValueError) as error:  # no such directory; no such format
-            raise click.ClickException(f"--picture {picture}: {error}") from error
-        click.echo(f"\ndrawn: {picture}")
+    picture.write(output, lambda: activation_picture.draw(found, shape, tp))

@@ -34,10 +34,8 @@ class RunBalance(NamedTuple):
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--after", type=click.IntRange(min=0), default=0, help="Step from which on the table counts.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def balance(runs: tuple[Path, ...], after: int, output: Path | None) -> None:
+@picture.output_options()
+def balance(runs: tuple[Path, ...], after: int, output: picture.Output | None) -> None:
     """Draw the balance of experts in RUNS, output directories of `hpcpar train`.
 
     The load of a layer's fullest expert over the mean load, of all tokens of a step: the factor by which the
@@ -48,7 +46,7 @@ def balance(runs: tuple[Path, ...], after: int, output: Path | None) -> None:
         click.echo(table(found, after))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    picture.write(output, lambda path: balance_picture.draw(found, path))
+    picture.write(output, lambda: balance_picture.draw(found))
 
 
 def read(run: Path) -> RunBalance:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from hpcpar.algorithms import draw as drawing
 from hpcpar.algorithms import registry
-from hpcpar.cli import Commands, LazyGroup
-from hpcpar.errors import HpcparError, OperationError
+from hpcpar.cli import Commands, LazyGroup, collective_picture, picture
+from hpcpar.errors import HpcparError, OperationError, did_you_mean
 
 COMMANDS: Commands = {
     "steps": (
@@ -98,10 +96,8 @@ def draw() -> None:
 )
 @click.option("--root", type=click.IntRange(min=0), default=0, help="For rooted collectives.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=1, help="For hierarchical ones.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A picture of what each rank holds after each step (.png, .svg, .pdf), or an animation (.gif).",
+@picture.output_options(
+    "A picture of what each rank holds after each step (.png, .svg, .pdf), or an animation (.gif)."
 )
 def steps(
     algorithm: str | None,
@@ -109,7 +105,7 @@ def steps(
     collective: str | None,
     root: int,
     ranks_per_node: int,
-    output: Path | None,
+    output: picture.Output | None,
 ) -> None:
     """Draw the steps of ALGORITHM (ring, binomial, rabenseifner, ...); without one, list them all.
 
@@ -132,15 +128,11 @@ def steps(
         click.echo(f"{drawn}\n{drawing.legend(drawn)}\n")
         click.echo(f"time: {drawing.time_text(found, size)}, each rank on a node of its own")
         click.echo(f"other algorithms of {found.collective}: {others}" if others else "")
-        if output is not None:
-            from hpcpar.cli import collective_picture
-
-            collective_picture.draw(found, size, output, root=root, nodes=nodes)
-            click.echo(f"written: {output}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    except (OSError, ValueError) as error:  # no such directory; no such format
-        raise click.ClickException(f"--output {output}: {error}") from error
+    is_animation = output is not None and output.path.suffix == ".gif"
+    shown = collective_picture.frames if is_animation else collective_picture.draw
+    picture.write(output, lambda: shown(found, size, root=root, nodes=nodes))
 
 
 def collective_with(algorithm: str) -> str:
@@ -148,7 +140,9 @@ def collective_with(algorithm: str) -> str:
     for collective, algorithms in registry.ALGORITHMS.items():
         if algorithm in algorithms:
             return collective
-    raise OperationError(f"no collective has an algorithm {algorithm!r}; there are:\n{listing(None)}")
+    names = {name for algorithms in registry.ALGORITHMS.values() for name in algorithms}
+    hint = did_you_mean(algorithm, (*sorted(names), *registry.ALGORITHMS, *COMMANDS))
+    raise OperationError(f"no collective has an algorithm {algorithm!r}; {hint}there are:\n{listing(None)}")
 
 
 def listing(collective: str | None) -> str:

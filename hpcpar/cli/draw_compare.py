@@ -78,11 +78,14 @@ class Compared(NamedTuple):
     type=click.Path(exists=True, path_type=Path, dir_okay=False),
     help="Lines of `hpcpar bench compare --json`, in the place of MODEL: planned beside measured.",
 )
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
+@picture.output_options()
 def compare(
-    model: str | None, measured: Path | None, output: Path | None, ranks: int, machine: str, **batch: Any
+    model: str | None,
+    measured: Path | None,
+    output: picture.Output | None,
+    ranks: int,
+    machine: str,
+    **batch: Any,
 ) -> None:
     """Draw what approaches to parallelism need on as many ranks: memory, bytes, time; and what they change.
 
@@ -99,7 +102,7 @@ def compare(
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{title}\n\n{table(found)}\n\n{changes(found)}")
-    picture.write(output, lambda path: approaches_picture.draw(found, title, path))
+    picture.write(output, lambda: approaches_picture.draw(found, title))
 
 
 def planned(

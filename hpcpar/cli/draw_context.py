@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -72,10 +71,8 @@ def lengths(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--heads", type=NUMBER, default=8, help="Of queries.")
 @click.option("--kv-heads", type=NUMBER, help="Of keys and values; as many as of queries.")
 @click.option("--head-size", type=NUMBER, default=64, help="Values of a token in a head.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def context(output: Path | None, **given: Any) -> None:
+@picture.output_options()
+def context(output: picture.Output | None, **given: Any) -> None:
     """Draw context parallelism: who attends to what, who sends what to whom, beside the ring.
 
     A row of the mask is a query and a column a key. The row's colour and name are the rank that has the
@@ -87,7 +84,7 @@ def context(output: Path | None, **given: Any) -> None:
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{drawn.title}\n\n{mask_chart(drawn)}\n\n{table(drawn)}")
-    picture.write(output, lambda path: context_picture.draw(drawn, path))
+    picture.write(output, lambda: context_picture.draw(drawn))
 
 
 def planned(method: str, ranks: int, inner: int | None, keep: bool, **given: Any) -> Drawn:

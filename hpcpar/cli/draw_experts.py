@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -62,10 +61,8 @@ class DrawnExperts(NamedTuple):
 @click.option("--beta-intra", type=NOT_NEGATIVE, default=1e-11, help="Seconds per byte.")
 @click.option("--alpha-inter", type=NOT_NEGATIVE, default=5e-6, help="Seconds per message.")
 @click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, help="Seconds per byte.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def experts(output: Path | None, **given: Any) -> None:
+@picture.output_options()
+def experts(output: picture.Output | None, **given: Any) -> None:
     """Draw expert parallelism: loads of experts, and who sends what to whom in one stage and in two.
 
     A row is a token on its way to one of its experts, or an output on its way home; in two stages a token
@@ -77,7 +74,7 @@ def experts(output: Path | None, **given: Any) -> None:
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{drawn.title}\n\n{load_chart(drawn.dispatch)}\n\n{table(drawn)}")
-    picture.write(output, lambda path: experts_picture.draw(drawn, path))
+    picture.write(output, lambda: experts_picture.draw(drawn))
 
 
 def planned(

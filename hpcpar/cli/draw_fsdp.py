@@ -13,7 +13,7 @@ from hpcpar.cli import fsdp_picture, picture
 from hpcpar.cli.draw_memory import passes_of
 from hpcpar.cli.draw_overlap import Interval, Span, common, seconds_of, union
 from hpcpar.cli.draw_overlap import step_of as overlap_of
-from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import format_nbytes
 
@@ -83,15 +83,10 @@ class FsdpStep(NamedTuple):
 
 
 @click.command()
-@click.argument("run", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
-)
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="That is drawn.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def fsdp(run: Path, step: int, rank: int, output: Path | None) -> None:
+@step_of_run
+@rank_of_run
+@picture.output_options()
+def fsdp(run: Path, step: int, rank: int, output: picture.Output | None) -> None:
     """Draw gather, use and free of ZeRO-3's units over a step of RUN, an output directory of `hpcpar train`.
 
     The run must be one with optimizer.zero_stage=3 that recorded its first steps:
@@ -100,12 +95,11 @@ def fsdp(run: Path, step: int, rank: int, output: Path | None) -> None:
     """
     try:
         found = read(run, step)
-        if rank >= len(found):
-            raise ConfigError(f"--rank {rank}, but the run had ranks 0 to {len(found) - 1}")
-        click.echo(f"{table(found, step)}\n\n{chart(found[rank])}")
+        shown = of_rank(found, rank)
+        click.echo(f"{table(found, step)}\n\n{chart(shown)}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    picture.write(output, lambda path: fsdp_picture.draw(found[rank], step, path))
+    picture.write(output, lambda: fsdp_picture.draw(shown, step))
 
 
 def read(run: Path, step: int) -> list[FsdpStep]:

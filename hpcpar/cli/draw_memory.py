@@ -12,7 +12,7 @@ import click
 
 from hpcpar.cli import memory_picture, picture
 from hpcpar.cli.draw_overlap import Span
-from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.stage_memory import ACTIVATIONS
@@ -78,15 +78,10 @@ class StepMemory(NamedTuple):
 
 
 @click.command()
-@click.argument("run", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
-)
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="That the picture shows.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def memory(run: Path, step: int, rank: int, output: Path | None) -> None:
+@step_of_run
+@rank_of_run
+@picture.output_options()
+def memory(run: Path, step: int, rank: int, output: picture.Output | None) -> None:
     """Draw a rank's memory over a step of RUN, an output directory of `hpcpar train`, or its timeline.json.
 
     The run must have recorded its first steps: `hpcpar train … output.timeline_steps=3`. Activations are what
@@ -95,12 +90,11 @@ def memory(run: Path, step: int, rank: int, output: Path | None) -> None:
     """
     try:
         found = read(run, step)
-        if rank >= len(found):
-            raise ConfigError(f"--rank {rank}, but the run had ranks 0 to {len(found) - 1}")
-        click.echo(f"{table(found, step)}\n\n{chart(found[rank])}")
+        shown = of_rank(found, rank)
+        click.echo(f"{table(found, step)}\n\n{chart(shown)}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    picture.write(output, lambda path: memory_picture.draw(found[rank], step, path))
+    picture.write(output, lambda: memory_picture.draw(shown, step))
 
 
 def read(run: Path, step: int) -> list[StepMemory]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
+from hpcpar.cli import mesh_picture, picture
 from hpcpar.errors import HpcparError, LayoutError
 from hpcpar.planner.layout import AXES, Layout, crossing_reason, placement
 
@@ -26,12 +26,8 @@ LISTED = 4
 @click.option("--etp", type=NUMBER, default=1, help="Ranks that each expert is split over.")
 @click.option("--dp-shard", type=NUMBER, help="dp ranks that share a set of ZeRO's shards (HSDP).")
 @click.option("--nodes", type=NUMBER, default=1, help="Nodes that the ranks fill one after another.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A picture (.svg, .png, .pdf): a cube of the axes, three of them at most.",
-)
-def mesh(nodes: int, output: Path | None, **degrees: Any) -> None:
+@picture.output_options("A picture (.svg, .png, .pdf): a cube of the axes, three of them at most.")
+def mesh(nodes: int, output: picture.Output | None, **degrees: Any) -> None:
     """Draw a layout: a rank of the mesh at its coordinates, and the groups that communicate on each axis.
 
     Ranks of the job are ordered so that tp, then cp, then dp stay inside a node if they can.
@@ -46,15 +42,9 @@ def mesh(nodes: int, output: Path | None, **degrees: Any) -> None:
         reason = crossing_reason(homes, layout)
         if reason is not None:
             click.echo(f"\n{reason}")
-        if output is not None:
-            from hpcpar.cli import mesh_picture
-
-            mesh_picture.draw(layout, homes, output)
-            click.echo(f"\nwritten: {output}")
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    except (OSError, ValueError) as error:  # no such directory; no such format
-        raise click.ClickException(f"--output {output}: {error}") from error
+    picture.write(output, lambda: mesh_picture.draw(layout, homes))
 
 
 def nodes_of(layout: Layout, nodes: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from hpcpar.cli import overlap_picture, picture
-from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, step_of_run
 from hpcpar.errors import HpcparError
 from hpcpar.units import MiB
 
@@ -84,14 +84,9 @@ def seconds_of(intervals: Iterable[Interval]) -> float:
 
 
 @click.command()
-@click.argument("run", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
-)
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
-def overlap(run: Path, step: int, output: Path | None) -> None:
+@step_of_run
+@picture.output_options()
+def overlap(run: Path, step: int, output: picture.Output | None) -> None:
     """Draw how RUN hid communication behind computing: an output directory of `hpcpar train`, or its file.
 
     The run must have recorded its first steps: `hpcpar train … output.timeline_steps=3`. Communication is in
@@ -103,7 +98,7 @@ def overlap(run: Path, step: int, output: Path | None) -> None:
         click.echo(table(ranks, step))
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
-    picture.write(output, lambda path: overlap_picture.draw(ranks, step, path))
+    picture.write(output, lambda: overlap_picture.draw(ranks, step))
 
 
 def read(run: Path, step: int) -> list[RankStep]:

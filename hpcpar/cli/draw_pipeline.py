@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from hpcpar.cli import picture, schedule_picture
 from hpcpar.errors import HpcparError, ScheduleError
 from hpcpar.pipeline_schedules import schedule_registry, text
 from hpcpar.pipeline_schedules.action import Kind
@@ -24,6 +25,9 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 RANKS = 4
 MICROBATCHES = 8
+
+DATA = (".csv", ".txt", ".json")
+"""Files that are no pictures."""
 
 COLOURS: dict[Kind, str] = {"F": "blue", "B": "yellow", "W": "green"}
 
@@ -66,17 +70,15 @@ class ScheduleOptions(NamedTuple):
     type=FILE,
     help="A run's timetable (JSON), drawn below; alone, below what its actions' times let expect.",
 )
-@click.option(
-    "--output",
-    type=FILE,
-    help="A picture (.svg, .png, .pdf); of one schedule also its trace (.json) or its text (.csv, .txt).",
+@picture.output_options(
+    "A picture (.svg, .png, .pdf); of one schedule also its trace (.json) or its text (.csv, .txt)."
 )
 @click.option("--until", type=click.FloatRange(min=0, min_open=True), help="Where a picture's time ends.")
 def pipeline(
     schedules: tuple[str, ...],
     every: bool,
     measured: Path | None,
-    output: Path | None,
+    output: picture.Output | None,
     until: float | None,
     **given: Any,
 ) -> None:
@@ -104,12 +106,14 @@ def pipeline(
         raise click.ClickException(str(error)) from error
     for each in drawn:
         click.echo(chart(each))
-    if output is not None:
+    if output is not None and output.path.suffix in DATA:
         try:
-            write(drawn, output, until_s=until)
+            write_data(drawn, output.path)
         except (HpcparError, OSError) as error:
             raise click.ClickException(str(error)) from error
-        click.echo(f"written: {output}")
+        click.echo(f"written: {output.path}")
+    else:
+        picture.write(output, lambda: schedule_picture.draw(panels_of(drawn), until_s=until))
 
 
 def listing() -> str:
@@ -208,11 +212,8 @@ def heading(drawn: Drawn) -> str:
     return f"{drawn.title}: {', '.join(words)}"
 
 
-def write(drawn: Sequence[Drawn], path: Path, *, until_s: float | None = None) -> None:
-    """Write the format of the suffix: pictures take several schedules, other files one."""
-    if path.suffix not in (".csv", ".txt", ".json"):
-        _write_picture(drawn, path, until_s)
-        return
+def write_data(drawn: Sequence[Drawn], path: Path) -> None:
+    """Write one schedule as text, or its trace; ScheduleError for several."""
     if len(drawn) != 1:
         raise ScheduleError(
             f"{path} has room for one schedule, not for {len(drawn)}; .svg, .png and .pdf have"
@@ -223,10 +224,8 @@ def write(drawn: Sequence[Drawn], path: Path, *, until_s: float | None = None) -
         text.write(drawn[0].schedule, path)
 
 
-def _write_picture(drawn: Sequence[Drawn], path: Path, until_s: float | None) -> None:
-    from hpcpar.cli import schedule_picture
-
-    panels = [
+def panels_of(drawn: Sequence[Drawn]) -> list[schedule_picture.Panel]:
+    return [
         schedule_picture.Panel(
             heading(each),
             each.timetable,
@@ -234,7 +233,3 @@ def _write_picture(drawn: Sequence[Drawn], path: Path, until_s: float | None) ->
         )
         for each in drawn
     ]
-    try:
-        schedule_picture.draw(panels, path, until_s=until_s)
-    except ValueError as error:  # no such format
-        raise ScheduleError(f"--output {path}: {error}") from error

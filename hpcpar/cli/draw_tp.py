@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -111,9 +110,7 @@ class DrawnLayer(NamedTuple):
 @click.option("--sequence", type=NUMBER, help="Tokens of a sequence [default: the model's, at most 8192].")
 @click.option("--microbatch", type=NUMBER, default=1, help="Sequences.")
 @click.option("--precision", type=click.Choice(list(ITEMSIZE)), default="bfloat16", help="Of the model.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
+@picture.output_options()
 def tp(
     model: str,
     tp: int,
@@ -121,7 +118,7 @@ def tp(
     sequence: int | None,
     microbatch: int,
     precision: str,
-    output: Path | None,
+    output: picture.Output | None,
 ) -> None:
     """Draw how tensor parallelism splits a layer of MODEL over ranks, and which collectives it needs.
 
@@ -145,7 +142,7 @@ def tp(
     for layer in layers:
         click.echo(f"\n{weights_table(layer)}\n\n{edges_table(layer)}")
     click.echo("\nweights are [outputs, inputs]; column: outputs are divided, row: inputs are")
-    picture.write(output, lambda path: tp_picture.draw(layers, title, path))
+    picture.write(output, lambda: tp_picture.draw(layers, title))
 
 
 def built(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -12,6 +11,9 @@ from hpcpar.cli import picture
 from hpcpar.planner.memory import STATE, StateWidths, model_state_nbytes
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.units import GiB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OPTIMIZERS = {"adamw": 2, "sgd": 1}
 """Values of state for each parameter."""
@@ -69,11 +71,14 @@ def number(context: click.Context, parameter: click.Parameter, value: str) -> in
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="SGD with momentum.")
 @click.option("--microbatches", type=click.IntRange(min=1), default=1, help="Of a step, for the traffic.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="A picture (.svg, .png, .pdf)."
-)
+@picture.output_options()
 def zero(
-    parameters: int, ranks: int, precision: str, optimizer: str, microbatches: int, output: Path | None
+    parameters: int,
+    ranks: int,
+    precision: str,
+    optimizer: str,
+    microbatches: int,
+    output: picture.Output | None,
 ) -> None:
     """Draw the stages of ZeRO: memory of the model state on each rank, and traffic of a step.
 
@@ -83,7 +88,7 @@ def zero(
     found = stages(parameters, ranks, precision=precision, optimizer=optimizer, microbatches=microbatches)
     title = f"{parameters:,} parameters in {precision}, {optimizer}, {ranks} ranks"
     click.echo(f"{title}\n\n{table(found, ranks, precision)}")
-    picture.write(output, lambda path: draw(found, title, path))
+    picture.write(output, lambda: draw(found, title))
 
 
 def table(found: Sequence[StageMemory], ranks: int, precision: str) -> str:
@@ -97,12 +102,9 @@ def table(found: Sequence[StageMemory], ranks: int, precision: str) -> str:
     return "\n".join([*lines, "", "sent: by each rank in a step"])
 
 
-def draw(found: Sequence[StageMemory], title: str, path: Path) -> None:
-    """Draw a bar for each stage into a file; ValueError for another format than PNG, SVG, PDF."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 2.8), dpi=110, layout="constrained")
+def draw(found: Sequence[StageMemory], title: str) -> Figure:
+    """Return a figure with a bar for each stage."""
+    figure = picture.new_figure(2.8)
     axes = figure.subplots()
     left = [0.0] * len(found)
     for part, colour in zip(STATE, picture.STATE_COLOURS, strict=True):
@@ -112,11 +114,9 @@ def draw(found: Sequence[StageMemory], title: str, path: Path) -> None:
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.3g} GiB", va="center", fontsize=8)
     names = [f"ZeRO stage {each.stage}" if each.stage else "no ZeRO" for each in found]
-    axes.set_yticks(range(len(found)), names, fontsize=8)
-    axes.invert_yaxis()
+    picture.tidy_rows(axes, names)
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel("GiB of model state on each rank")
     axes.set_title(title, fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="lower right")
-    picture.save(figure, path)
+    return figure

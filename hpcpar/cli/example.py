@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import difflib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,13 @@ from pathlib import Path
 import click
 
 import hpcpar
+from hpcpar.errors import did_you_mean
 
-SUFFIXES = (".py", ".toml")
+STARTED_BY = {".py": "hpcpar run -n 2", ".toml": "hpcpar train", ".ipynb": "jupyter notebook"}
+"""Commands by the suffixes that examples have."""
+
+COURSE = "course"
+"""Directory of the notebooks, and the name by which all of them are written."""
 
 
 @click.command()
@@ -20,7 +25,7 @@ SUFFIXES = (".py", ".toml")
 def example(name: str | None) -> None:
     """Write the example NAME into the current directory; without NAME list all of them.
 
-    A file that is there already is left as it is.
+    `course` writes all notebooks. A file that is there already is left as it is.
     """
     files = {path.name: path for path in examples()}
     if not files:
@@ -32,13 +37,15 @@ def example(name: str | None) -> None:
         for path in files.values():
             click.echo(f"{path.name:{width}}  {summary(path)}")
         return
-    path = _found(name, files)
-    target = Path(path.name)
-    if target.exists():
-        raise click.ClickException(f"{target} is here already; move it away, or go to another directory")
-    shutil.copyfile(path, target)
-    start = f"hpcpar train {target}" if target.suffix == ".toml" else f"hpcpar run -n 2 {target}"
-    click.echo(f"written: {target}; start it by {start}")
+    wanted = [path for path in files.values() if name == path.parent.name == COURSE] or [_found(name, files)]
+    for path in wanted:
+        if Path(path.name).exists():
+            raise click.ClickException(
+                f"{path.name} is here already; move it away, or go to another directory"
+            )
+    for path in wanted:
+        shutil.copyfile(path, path.name)
+        click.echo(f"written: {path.name}; start it by {STARTED_BY[path.suffix]} {path.name}")
 
 
 def examples() -> list[Path]:
@@ -46,13 +53,17 @@ def examples() -> list[Path]:
     package = Path(hpcpar.__file__).parent
     for directory in (package / "examples", package.parent / "examples"):
         if directory.is_dir():
-            return sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES)
+            found = (*directory.iterdir(), *directory.glob(f"{COURSE}/*"))
+            return sorted(path for path in found if path.suffix in STARTED_BY)
     return []
 
 
 def summary(path: Path) -> str:
-    """Return the first line of a program's docstring, or the first sentence of a TOML file's comment."""
+    """Return a program's docstring's first line, a notebook's title, or a TOML comment's first sentence."""
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        title: str = json.loads(text)["cells"][0]["source"][0]
+        return title.strip("# \n") + "."
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return " ".join(_comment(text)).partition(". ")[0] + "."
@@ -74,6 +85,5 @@ def _found(name: str, files: dict[str, Path]) -> Path:
         raise click.UsageError(
             f"{name!r} may be {' or '.join(path.name for path in meant)}; write one of them"
         )
-    close = difflib.get_close_matches(name, [*files, *(path.stem for path in files.values())], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(name, [*files, *(path.stem for path in files.values())])
     raise click.UsageError(f"no example is called {name!r}; {hint}`hpcpar example` lists them")

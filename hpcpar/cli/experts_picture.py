@@ -9,27 +9,21 @@ rows                one stage           two stages
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import rank_colour, save
+from hpcpar.cli.picture import draw_sent, new_figure, rank_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_experts import DispatchWay, DrawnExperts
     from hpcpar.expert_parallel.dispatch import Dispatch
 
-LABELLED_RANKS = 8
-"""With more ranks a number does not fit into its cell."""
 
-
-def draw(drawn: DrawnExperts, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.0, 4.2), dpi=100, layout="constrained")
+def draw(drawn: DrawnExperts) -> Figure:
+    """Return a figure of loads, and of rows from rank to rank."""
+    figure = new_figure(3.7)
     loads, one, two = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
     _draw_loads(loads, drawn.dispatch)
     most = max(1, *(max(map(max, each.sent)) for each in drawn.ways))
@@ -37,7 +31,7 @@ def draw(drawn: DrawnExperts, path: Path) -> None:
         _draw_rows(axes, each, drawn.dispatch.nodes, most)
     one.set_ylabel("from rank")
     figure.suptitle(drawn.title, fontsize=10)
-    save(figure, path)
+    return figure
 
 
 def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
@@ -51,24 +45,15 @@ def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
     axes.text(len(loads) - 0.5, mean, "mean", ha="right", va="bottom", fontsize=7)
     axes.set_xlabel("expert; a colour for each rank")
     axes.set_ylabel("rows")
-    axes.set_title(balance(loads), fontsize=8)
+    axes.set_title(balance(loads).replace("; ", "\n", 1), fontsize=8)
 
 
 def _draw_rows(axes: Axes, way: DispatchWay, nodes: tuple[int, ...], most: int) -> None:
-    import numpy as np
-
-    sent = np.array(way.sent)
-    axes.imshow(sent, cmap="Blues", vmin=0, vmax=most * 1.8)
-    size = len(sent)
-    for rank in range(1, size):
+    draw_sent(axes, way.sent, darkest=most * 1.8, written="{:,}".format)
+    for rank in range(1, len(way.sent)):
         if nodes[rank] != nodes[rank - 1]:
             axes.axhline(rank - 0.5, color="black", linewidth=1)
             axes.axvline(rank - 0.5, color="black", linewidth=1)
-    if size <= LABELLED_RANKS:
-        for rank, to in zip(*np.nonzero(sent), strict=True):
-            axes.text(to, rank, f"{sent[rank, to]:,}", ha="center", va="center", fontsize=7)
-        axes.set_xticks(range(size))
-        axes.set_yticks(range(size))
     axes.set_xlabel("to rank; lines divide nodes")
-    rows, between = int(sent.sum()), sum(way.between)
-    axes.set_title(f"{way.name}: {rows:,} rows, {between:,} between nodes", fontsize=9)
+    rows, between = sum(map(sum, way.sent)), sum(way.between)
+    axes.set_title(f"{way.name}: {rows:,} rows,\n{between:,} between nodes", fontsize=9)

@@ -7,18 +7,25 @@ layer 2         ~~~~~~~|FFFF|BBBB|
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import ACTIVATIONS, BACKWARD, COMMUNICATION, FORWARD, IDLE, save, tidy_rows
+from hpcpar.cli.picture import (
+    ACTIVATIONS,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    IDLE,
+    draw_spans,
+    legend,
+    new_figure,
+    patches,
+    tidy_rows,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_fsdp import FsdpStep
-    from hpcpar.cli.draw_overlap import Interval
     from hpcpar.cli.picture import Colour
 
 WAITED: Colour = ACTIVATIONS
@@ -27,16 +34,12 @@ WAITED: Colour = ACTIVATIONS
 HELD: dict[str, Colour] = {"": IDLE, "F": FORWARD, "B": BACKWARD}
 
 
-def draw(found: FsdpStep, step: int, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(found: FsdpStep, step: int) -> Figure:
+    """Return a figure with a row for each unit."""
     from hpcpar.cli.draw_fsdp import LARGEST, parts_of
 
     names = found.names[:LARGEST]
-    figure = Figure(figsize=(9.0, 1.4 + 0.34 * len(names)), dpi=100, layout="constrained")
+    figure = new_figure(1.4 + 0.34 * len(names))
     axes = figure.subplots()
     for unit in found.units:
         if unit.unit not in names:
@@ -44,10 +47,10 @@ def draw(found: FsdpStep, step: int, path: Path) -> None:
         row = names.index(unit.unit)
         parts = parts_of(unit, found.passes)
         for kind in HELD:  # all of it first
-            _bars(axes, row, parts[kind], HELD[kind])
-        _bars(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], IDLE, height=0.2)
-        _bars(axes, row, unit.in_flight, COMMUNICATION, height=0.4)
-        _bars(axes, row, [unit.waited], WAITED, height=0.4)
+            draw_spans(axes, row, parts[kind], HELD[kind])
+        draw_spans(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], IDLE, height=0.2)
+        draw_spans(axes, row, unit.in_flight, COMMUNICATION, height=0.4)
+        draw_spans(axes, row, [unit.waited], WAITED, height=0.4)
     tidy_rows(axes, names)
     axes.set_xlim(0, found.seconds * 1e3)
     axes.set_xlabel("ms")
@@ -65,11 +68,5 @@ def draw(found: FsdpStep, step: int, path: Path) -> None:
         "in backward": BACKWARD,
         "memory allocated": IDLE,
     }
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    save(figure, path)
-
-
-def _bars(axes: Axes, row: int, when: Sequence[Interval], colour: Colour, *, height: float = 0.8) -> None:
-    places = [(start * 1e3, (stop - start) * 1e3) for start, stop in when if stop > start]
-    axes.broken_barh(places, (row - height / 2, height), facecolor=colour, edgecolor="white", linewidth=0.2)
+    legend(figure, patches(colours))
+    return figure

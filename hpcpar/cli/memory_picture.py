@@ -9,7 +9,6 @@ GiB  |      /|   - - planned
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcpar.cli.picture import (
@@ -18,7 +17,9 @@ from hpcpar.cli.picture import (
     COMMUNICATION,
     FORWARD,
     STATE_COLOURS,
-    save,
+    legend,
+    new_figure,
+    patches,
 )
 from hpcpar.planner.memory import STATE
 from hpcpar.units import GiB, MiB
@@ -26,6 +27,7 @@ from hpcpar.units import GiB, MiB
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_memory import StepMemory
 
@@ -33,16 +35,12 @@ BAND = 0.04
 """Height of the band of passes, of the picture's."""
 
 
-def draw(found: StepMemory, step: int, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(found: StepMemory, step: int) -> Figure:
+    """Return a figure of memory over the time of the step."""
     from hpcpar.cli.draw_memory import value_at
 
     unit, name = (GiB, "GiB") if found.peak_nbytes >= GiB else (MiB, "MiB")
-    figure = Figure(figsize=(9.0, 4.2), dpi=100, layout="constrained")
+    figure = new_figure(4.2)
     axes = figure.subplots()
     times = sorted({0.0, found.seconds, *(at for at, _ in (*found.activations, *found.gathered))})
     layers = [
@@ -59,9 +57,7 @@ def draw(found: StepMemory, step: int, path: Path) -> None:
         over = [below + value / unit for below, value in zip(under, values, strict=True)]
         axes.fill_between(milliseconds, under, over, step="post", color=colour, linewidth=0)
         under = over
-    handles: list[Artist] = [
-        Patch(color=colour, label=what) for what, values, colour in layers if any(values)
-    ]
+    handles: list[Artist] = [*patches({what: colour for what, values, colour in layers if any(values)})]
     if found.planned:
         handles.append(_draw_planned(axes, found, unit))
     top = max(under) * 1.12
@@ -72,8 +68,8 @@ def draw(found: StepMemory, step: int, path: Path) -> None:
     axes.set_ylabel(f"{name} of rank {found.rank}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"memory of rank {found.rank} in step {step}", fontsize=10, loc="left")
-    figure.legend(handles=handles, fontsize=8, ncols=3, loc="outside lower center")
-    save(figure, path)
+    legend(figure, handles, columns=3)
+    return figure
 
 
 def _draw_planned(axes: Axes, found: StepMemory, unit: int) -> Artist:

@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import rank_colour, save, shade
+from hpcpar.cli.picture import legend, new_figure, patches, rank_colour, shade
 from hpcpar.errors import LayoutError
 from hpcpar.planner.layout import AXES, Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Point = tuple[float, float]
 
@@ -34,11 +34,11 @@ LARGEST = 8
 """Ranks along an axis that are drawn."""
 
 
-def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name).
+def draw(layout: Layout, homes: Sequence[int]) -> Figure:
+    """Return a figure of the ranks as cubes.
 
     homes    node of each rank
-    errors   LayoutError for more than three axes, or more ranks than can be seen; ValueError for a format
+    errors   LayoutError for more than three axes, or more ranks than can be seen
     """
     axes_used = [axis for axis in AXES if layout.degree(axis) > 1]
     if len(axes_used) > 3:
@@ -48,13 +48,9 @@ def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
     largest = max((layout.degree(axis) for axis in axes_used), default=1)
     if largest > LARGEST:
         raise LayoutError(f"a picture shows {LARGEST} ranks along an axis, not {largest}")
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     # The innermost axis goes to the right, the next one back, the outermost down.
     across, back, down = (*reversed(axes_used), None, None, None)[:3]
-    figure = Figure(figsize=(7.0, 4.6), dpi=110, layout="constrained")
+    figure = new_figure(4.6)
     panel = figure.subplots()
     places = []
     for rank in range(layout.size):
@@ -72,9 +68,8 @@ def draw(layout: Layout, homes: Sequence[int], path: Path) -> None:
     panel.set_title(f"{layout}: {layout.size} ranks", fontsize=10)
     nodes = sorted(set(homes))
     if len(nodes) <= 10:
-        handles = [Patch(color=rank_colour(node), label=f"node {node}") for node in nodes]
-        figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    save(figure, path)
+        legend(figure, patches({f"node {node}": rank_colour(node) for node in nodes}))
+    return figure
 
 
 def _cube(axes: Axes, at: Point, colour: tuple[float, float, float], name: str) -> None:

@@ -8,13 +8,24 @@ one by one     rank 0                   |forward|backward|grad|grad|optimizer|
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import BACKWARD, COMMUNICATION, FORWARD, IDLE, WEIGHTS, save, tidy_rows
+from hpcpar.cli.picture import (
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    IDLE,
+    WEIGHTS,
+    draw_spans,
+    legend,
+    new_figure,
+    patches,
+    tidy_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_overlap import RankStep, Span
 
@@ -23,26 +34,24 @@ LARGEST = 8
 """Ranks that are drawn."""
 
 
-def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(ranks: Sequence[RankStep], step: int) -> Figure:
+    """Return a figure of the step as it was, over the step with one thing after another."""
     from hpcpar.cli.draw_overlap import durations, one_by_one_s
 
     shown = ranks[:LARGEST]
-    figure = Figure(figsize=(10.0, 1.6 + 0.62 * len(shown) * 1.5), dpi=110, layout="constrained")
+    figure = new_figure(1.6 + 0.62 * len(shown) * 1.5)
     was, would = figure.subplots(2, 1, sharex=True, height_ratios=(2 * len(shown), len(shown)))
     origin_s = min(each.start_s for each in shown)
     for place, each in enumerate(shown):
         for span in each.compute:
             if span.name in COLOUR_OF:
-                _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, COLOUR_OF[span.name])
+                draw_spans(
+                    was, 2 * place, [(span.start_s - origin_s, span.stop_s - origin_s)], COLOUR_OF[span.name]
+                )
         for span in each.standing:
-            _bar(was, 2 * place, span.start_s - origin_s, span.stop_s - origin_s, IDLE)
+            draw_spans(was, 2 * place, [(span.start_s - origin_s, span.stop_s - origin_s)], IDLE)
         for span in each.in_flight:
-            _bar(was, 2 * place + 1, span.start_s - origin_s, span.stop_s - origin_s, COMMUNICATION)
+            draw_spans(was, 2 * place + 1, [(span.start_s - origin_s, span.stop_s - origin_s)], COMMUNICATION)
         _one_by_one(would, place, each, sum(durations(ranks, each)))
     names = [f"rank {each.rank} {what}" for each in shown for what in ("computing", "communication")]
     saved_s = max(one_by_one_s(ranks, each) for each in shown) - max(each.seconds for each in shown)
@@ -54,9 +63,8 @@ def draw(ranks: Sequence[RankStep], step: int, path: Path) -> None:
         axes.set_title(title, fontsize=9, loc="left", pad=3)
     would.set_xlabel("ms")
     colours = {**COLOUR_OF, "communication": COMMUNICATION, "stands still": IDLE}
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), loc="outside lower center")
-    save(figure, path)
+    legend(figure, patches(colours))
+    return figure
 
 
 def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) -> None:
@@ -80,10 +88,5 @@ def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) 
         (own_s(of["optimizer"]), COLOUR_OF["optimizer"]),
     ]
     for seconds, colour in parts:
-        _bar(axes, place, at_s, at_s + seconds, colour)
+        draw_spans(axes, place, [(at_s, at_s + seconds)], colour)
         at_s += seconds
-
-
-def _bar(axes: Axes, row: int, start_s: float, stop_s: float, colour: tuple[float, float, float]) -> None:
-    where = [(start_s * 1e3, (stop_s - start_s) * 1e3)]
-    axes.broken_barh(where, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.3)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import hpcpar
+from hpcpar.cli import picture
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.constants import read_constants, with_constants, write_constants
@@ -58,7 +59,7 @@ class PlanOptions:
     at: str | None
     take: int
     directory: Path | None
-    output: Path | None
+    output: picture.Output | None
     as_json: bool
     validate: Path | None
     share: float
@@ -87,7 +88,7 @@ class PlanOptions:
 @click.option("--at", metavar="N,N,…", help="The fastest layout on each of these numbers of nodes.")
 @click.option("--take", type=NUMBER, default=1, help="Which of the table --write takes.")
 @click.option("--write", "directory", type=click.Path(path_type=Path), help="Write train.toml, job.sh there.")
-@click.option("--output", type=FILE, help="Draw the table, or the scaling, as .png, .svg or .pdf.")
+@picture.output_options("Draw the table, or the scaling, as .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--constants", help="Fitted constants: a set that comes with hpcpar, or a .json file.")
 @click.option("--validate", type=FILE, help="Compare with measured rows (CSV) instead: error and regret.")
@@ -105,7 +106,7 @@ def plan(model: str | None, **given: Any) -> int:
         if options.output is not None:
             from hpcpar.cli.bench import require_writable
 
-            require_writable(picture=options.output)
+            require_writable(picture=options.output.path)
         if options.validate is not None:
             return _validate(options)
         if options.recipe is not None:
@@ -150,7 +151,7 @@ def _plan(run: PlannedRun, options: PlanOptions) -> int:
     if options.output is not None:
         from hpcpar.cli.plan_picture import draw_plan
 
-        draw_plan(found, options.output)
+        picture.save(draw_plan(found), options.output)
     if options.directory is not None:
         _write(found, run, options)
     return 0
@@ -280,7 +281,7 @@ def _scale(request: PlanRequest, options: PlanOptions) -> int:
     if options.output is not None:
         from hpcpar.cli.plan_picture import draw_scaling
 
-        draw_scaling(plans, options.output)
+        picture.save(draw_scaling(plans), options.output)
     return 0 if all(one.ranked for one in plans) else NOTHING_FITS
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
+from hpcpar.cli.picture import new_figure
 from hpcpar.cli.plan_tables import header
 from hpcpar.planner.search import Plan
 from hpcpar.units import GiB
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw the ranked layouts: the step by part, and the memory of the fullest rank by purpose."""
+
+def draw_plan(plan: Plan) -> Figure:
+    """Return a figure of the ranked layouts: the step by part, the fullest rank's memory by purpose."""
     ranked = plan.ranked[::-1]
-    figure = Figure(figsize=(14, 1.8 + 0.45 * len(ranked)), layout="constrained")
+    figure = new_figure(2.2 + 0.45 * len(ranked))
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    names = [str(one.strategy) for one in ranked]
+    names = [str(one.strategy).replace(", ", "\n", 1) for one in ranked]
     parts = [name for name in ranked[0].parts() if any(one.parts()[name] > 0 for one in ranked)]
     left = [0.0] * len(ranked)
     for part in parts:
@@ -32,17 +34,17 @@ def draw_plan(plan: Plan, path: Path) -> None:
         memory.barh(names, gib, left=left, label=purpose, height=0.7)
         left = [before + more for before, more in zip(left, gib, strict=True)]
     memory.axvline(ranked[0].cluster.device.memory_nbytes / GiB, color="black", linestyle="--")
-    memory.set_xlabel("GiB of the fullest rank; dashed: the device's")
+    memory.set_xlabel("GiB of the fullest rank;\ndashed: the device's")
     for axes in (times, memory):
-        axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.suptitle(header(plan.request), fontsize=9)
-    figure.savefig(path)
+    return figure
 
 
-def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
-    """Draw tokens/s and MFU of the fastest layout over numbers of nodes; ideal scaling as a dashed line."""
+def draw_scaling(plans: Sequence[Plan]) -> Figure:
+    """Return a figure of tokens/s and MFU of the fastest layout over nodes; dashed: ideal scaling."""
     fitting = [plan for plan in plans if plan.ranked]
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = new_figure(4)
     speed, share = figure.subplots(1, 2)
     nodes = [plan.request.cluster.nodes for plan in fitting]
     if fitting:
@@ -53,8 +55,8 @@ def draw_scaling(plans: Sequence[Plan], path: Path) -> None:
         share.semilogx(nodes, [100 * plan.best.mfu for plan in fitting], "o-")
         for plan, number in zip(fitting, nodes, strict=True):
             label = str(plan.best.strategy.layout)
-            share.annotate(label, (number, 100 * plan.best.mfu), fontsize=6, rotation=20)
+            share.annotate(label, (number, 100 * plan.best.mfu), fontsize=7, rotation=20)
     speed.set(xlabel="nodes", ylabel="tokens/s")
     share.set(xlabel="nodes", ylabel="MFU in %", ylim=(0, None))
     figure.suptitle(header(plans[0].request).partition("\n")[2], fontsize=9)
-    figure.savefig(path)
+    return figure

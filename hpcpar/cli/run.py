@@ -5,8 +5,11 @@ The options of Horovod's launcher are understood under its names, or refused wit
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
@@ -119,7 +122,10 @@ def run(
         if verbose:
             for name, value in options.variables.items():
                 say(f"hpcpar run: {name}={value}")
-        return supervise.run(size, argv, options, restarts=restarts, say=say)
+        status = supervise.run(size, argv, options, restarts=restarts, say=say)
+        if status and not as_horovod and misses_horovod(program):
+            say("hpcpar run: the program imports horovod, which is not there: --as-horovod has hpcpar be it")
+        return status
     except HpcparError as error:
         raise click.ClickException(str(error)) from error
 
@@ -163,11 +169,27 @@ def program_words(program: Sequence[str], *, as_horovod: bool, as_torch: bool) -
             f"there is no option {program[0]}: `hpcpar run --help` lists them, and Horovod's too; "
             "a module is two words, -m module"
         )
+    if program and program[0].endswith(".toml"):
+        raise ConfigError(
+            f"{program[0]} is no program, but may be what one reads: "
+            f"`hpcpar run -n 2 -- -m hpcpar train {program[0]}`"
+        )
     if as_horovod and as_torch:
         raise ConfigError("--as-horovod and --as-torch were both given: a program is written for one of them")
     if as_torch:
         return under("hpcpar.torch_backend", program)
     return under("hpcpar.horovod", program) if as_horovod else program
+
+
+def misses_horovod(program: Sequence[str]) -> bool:
+    """True if the program is a script with an import of horovod, and there is no such package."""
+    script = next((word for word in program[:2] if word.endswith(".py")), None)
+    try:
+        text = Path(script).read_text("utf-8", errors="replace") if script else ""
+    except OSError:
+        return False
+    is_imported = re.search(r"^\s*(import|from)\s+horovod\b", text, re.MULTILINE)
+    return is_imported is not None and find_spec("horovod") is None
 
 
 def host_list(hosts: str, hostfile: str) -> tuple[Host, ...]:

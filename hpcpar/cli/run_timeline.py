@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import click
 
 from hpcpar.errors import ConfigError
 
@@ -48,3 +50,26 @@ def bounds_of_step(events: Sequence[Event], step: int) -> tuple[float, float]:
             "output.timeline_steps"
         )
     return [0.0, *ends][step - 1], ends[step - 1]
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def step_of_run(command: Command) -> Command:
+    """Give a command the argument RUN and the option --step."""
+    step = click.option(
+        "--step", type=click.IntRange(min=1), default=2, help="Of those recorded; 1 has all first calls."
+    )
+    return click.argument("run", type=click.Path(exists=True, path_type=Path))(step(command))
+
+
+rank_of_run = click.option("--rank", type=click.IntRange(min=0), default=0, help="That is drawn.")
+
+OfRank = TypeVar("OfRank")
+
+
+def of_rank(found: Sequence[OfRank], rank: int) -> OfRank:
+    """Return what is found of a rank; ConfigError where the run had fewer."""
+    if rank >= len(found):
+        raise ConfigError(f"--rank {rank}, but the run had ranks 0 to {len(found) - 1}")
+    return found[rank]

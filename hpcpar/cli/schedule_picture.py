@@ -11,10 +11,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcpar.cli.picture import BACKWARD, FORWARD, IDLE, WEIGHTS, Colour, save, shade
+from hpcpar.cli.picture import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    WEIGHTS,
+    Colour,
+    legend,
+    new_figure,
+    patches,
+    shade,
+    tidy_rows,
+)
 from hpcpar.pipeline_schedules.action import Kind
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
@@ -26,10 +36,9 @@ COLOURS: dict[Kind, Colour] = {"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}
 
 NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weights' gradients, where apart"}
 
-WIDTH_INCHES = 14.0
 RANK_INCHES = 0.21
 HEAD_INCHES = 0.42  # a panel's title and what is between panels
-CHART_INCHES = 12.4  # what is left for the bars, roughly, after the names beside them
+CHART_INCHES = 7.4  # what is left for the bars, roughly, after the names beside them
 FONT_POINTS = 6.5
 DIGIT_POINTS = 5.0  # what a digit takes, and some air
 
@@ -42,18 +51,15 @@ class Panel(NamedTuple):
     peaks: Sequence[float] | None = None
 
 
-def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -> None:
-    """Draw all panels into a file (PNG, SVG or PDF, by its name); each begins at its own first start.
+def draw(panels: Sequence[Panel], *, until_s: float | None = None) -> Figure:
+    """Return a figure of all panels, each from its own first start on.
 
     Stages of one rank have one colour in several shades, the first stage the fullest; grey is idle.
 
     until_s   where the axis of time ends; None: where the longest panel does
     """
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
     inches = sum(HEAD_INCHES + RANK_INCHES * len(panel.timetable.rows) for panel in panels)
-    figure = Figure(figsize=(WIDTH_INCHES, 0.8 + inches), dpi=120, layout="constrained")
+    figure = new_figure(0.8 + inches)
     heights = [max(1, len(panel.timetable.rows)) for panel in panels]
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if until_s is None:
@@ -63,7 +69,7 @@ def draw(panels: Sequence[Panel], path: Path, *, until_s: float | None = None) -
     all_axes[-1].set_xlim(0, until_s)
     all_axes[-1].set_xlabel("seconds")
     _legend(figure, panels)
-    save(figure, path)
+    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:
@@ -84,10 +90,7 @@ def _draw_panel(axes: Axes, panel: Panel, until_s: float) -> None:
             )
     rate = f"bubble rate {panel.timetable.bubble_rate:.2%}, cost {panel.timetable.cost_s:.4g} s"
     axes.set_title(f"{panel.title}: {rate}", fontsize=9, loc="left", pad=3)
-    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))], fontsize=FONT_POINTS + 1)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    tidy_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
 
 
 def _draw_row(axes: Axes, rank: int, row: Sequence[Timed], until_s: float) -> None:
@@ -111,16 +114,11 @@ def _draw_row(axes: Axes, rank: int, row: Sequence[Timed], until_s: float) -> No
 
 
 def _legend(figure: Figure, panels: Sequence[Panel]) -> None:
-    from matplotlib.patches import Patch
-
     kinds = {each.action.kind for panel in panels for row in panel.timetable.rows for each in row}
-    handles = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items() if kind in kinds]
-    handles.append(Patch(color=IDLE, label="idle"))
+    colours = {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds} | {"idle": IDLE}
     several = any(len({e.action.stage for e in row}) > 1 for panel in panels for row in panel.timetable.rows)
-    notes = ["lighter: later stages of the rank"] if several else []
+    notes = ["paler: later stages of the rank"] if several else []
     if any(panel.peaks is not None for panel in panels):
         notes.append("alive: microbatches whose activations the rank keeps, at most")
     title = "; ".join(notes)
-    figure.legend(
-        handles=handles, title=title, title_fontsize=8, fontsize=8, ncols=4, loc="outside lower center"
-    )
+    legend(figure, patches(colours), columns=4, title=title)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcpar.cli.picture import COMMUNICATION, IDLE, rank_colour, save
+from hpcpar.cli.picture import COMMUNICATION, IDLE, WIDTH_INCHES, legend, new_figure, patches, rank_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hpcpar.cli.draw_tp import DrawnLayer, Edge, SplitWeight
 
-WIDTH, PANEL = 9.0, 2.15
-"""Inches; of each part's panel the height."""
+PANEL = 2.15
+"""Inches of each part's panel, upwards."""
 
 LONGEST, SHORTEST = 1.0, 0.30
 """Inches of the largest dim of a matrix, and at least of any."""
@@ -32,12 +32,8 @@ NAMED = 8
 """Ranks that the legend names."""
 
 
-def draw(layers: Sequence[DrawnLayer], title: str, path: Path) -> None:
-    """Draw into a file (PNG, SVG or PDF, by its name); ValueError for another format."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
+def draw(layers: Sequence[DrawnLayer], title: str) -> Figure:
+    """Return a figure with a panel for each part of a layer."""
     panels = [
         (layer, part)
         for layer in layers
@@ -45,27 +41,19 @@ def draw(layers: Sequence[DrawnLayer], title: str, path: Path) -> None:
         # Attention is the same in all layers.
         if not (part == "attention" and layer is not layers[0])
     ]
-    figure = Figure(figsize=(WIDTH, 0.75 + PANEL * len(panels)), dpi=100, layout="constrained")
+    figure = new_figure(0.75 + PANEL * len(panels))
     for axes, (layer, part) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
         weights = [each for each in layer.weights if each.part == part]
         _draw_part(axes, part, weights, [edge for edge in layer.edges if edge.part == part])
     figure.suptitle(title, fontsize=10)
     size = max(each.split.size for layer in layers for each in layer.weights if each.split is not None)
-    named = [Patch(color=rank_colour(rank), label=f"rank {rank}") for rank in range(min(size, NAMED))]
-    whole = Patch(color=IDLE, label="on every rank")
-    figure.legend(
-        handles=[*named, whole],
-        title="weights as in X·W: inputs down, outputs across",
-        title_fontsize=8,
-        fontsize=8,
-        ncols=len(named) + 1,
-        loc="outside lower center",
-    )
-    save(figure, path)
+    named = {f"rank {rank}": rank_colour(rank) for rank in range(min(size, NAMED))} | {"on every rank": IDLE}
+    legend(figure, patches(named), title="weights as in X·W: inputs down, outputs across")
+    return figure
 
 
 def _draw_part(axes: Axes, part: str, weights: Sequence[SplitWeight], edges: Sequence[Edge]) -> None:
-    axes.set_xlim(0, WIDTH)
+    axes.set_xlim(0, WIDTH_INCHES)
     axes.set_ylim(0, PANEL)
     axes.set_aspect("equal")
     axes.set_axis_off()
@@ -116,7 +104,6 @@ def _edge(axes: Axes, at: float, middle: float, edge: Edge) -> float:
         va="top",
         fontsize=11,
         fontweight="bold",
-        color=COMMUNICATION,
     )
     axes.text(at + BOX / 2, middle, "\n".join(lines), ha="center", va="center", fontsize=8, linespacing=1.25)
     return at + BOX

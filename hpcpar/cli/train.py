@@ -48,7 +48,28 @@ ASKED_WRONGLY = (
 """Errors that every rank meets while a run is built, for all have the same configuration."""
 
 
-@click.command()
+class Keys(click.Command):
+    """Command that tells how a key is set to those who write it as an option."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            from hpcpar.training.config import known_keys
+            from hpcpar.training.usual_names import OF_OTHERS
+
+            name = error.option_name.lstrip("-").replace("-", "_")
+            keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
+            if not keys and name not in OF_OTHERS:
+                raise
+            raise click.UsageError(
+                f"there is no option {error.option_name}; a key is set without dashes: "
+                f"{' or '.join(f'{key}=…' for key in keys or [OF_OTHERS[name]])}",
+                context,
+            ) from None
+
+
+@click.command(cls=Keys)
 @click.argument("words", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in output.directory, if any.")
 @click.option(

@@ -393,6 +393,9 @@ def run_loopback(
 ) -> list[T]:
     """Call `function(comm)` on `size` ranks that are threads of this process; its results, by rank.
 
+    Threads share torch's generator of random numbers: `torch.manual_seed` on each rank does not give all the
+    same values. Make a torch.Generator for each rank, or broadcast what must be equal.
+
     nodes    of each rank, the node that it pretends to be on
     check    agree on every collective before data moves (default: HPCPAR_CHECK, or off)
     shared_memory, post_nbytes   as `Communicator.share_memory`

@@ -15,10 +15,12 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcpar.comm.watch import Watch
+from hpcpar.errors import HpcparError
 from hpcpar.launch.sentinel import Guard
 from hpcpar.launch.signals import START_AGAIN
 
@@ -94,7 +96,7 @@ class FailureHooks:
         self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
         rank, size = self._transport.rank, self._transport.size
-        lines = traceback.format_exception(kind, error, trace)
+        lines = traceback.format_exception(kind, error, trace, limit=frames_shown(kind, trace))
         summary = traceback.format_exception_only(kind, error)[-1].strip()
         # torch.distributed's own hook calls the one before it with sys.stderr replaced, to print it later.
         stream = sys.__stderr__ or sys.stderr
@@ -151,6 +153,22 @@ def _is_outermost() -> bool:
     except ValueError:
         return True
     return False
+
+
+def frames_shown(kind: type[BaseException], trace: TracebackType | None) -> int | None:
+    """Return how many frames of a traceback to show: up to the program's own call; None for all.
+
+    Errors that hpcpar raises on purpose say what to do there; frames within hpcpar, and of torch where
+    backward called it, help nobody. All are shown of `hpcpar train` and other commands.
+    """
+    if not issubclass(kind, HpcparError):
+        return None
+    inner = (str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}", "<frozen ")
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    of_program = [not any(part in name for part in inner) for name in files]
+    if True not in of_program or any(f"{os.sep}click{os.sep}" in name for name in files):
+        return None
+    return len(files) - of_program[::-1].index(True)
 
 
 def _status_of(code: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcpar.data.batch_sampler import DistributedBatchSampler
 from hpcpar.data.corpus import Corpus, Document, Skipped, standard_library
 from hpcpar.data.dataset import Dataset
 from hpcpar.data.preparation import Prepared, prepare
@@ -13,6 +14,7 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "Dataset",
+    "DistributedBatchSampler",
     "Document",
     "FileTokenizer",
     "Prepared",

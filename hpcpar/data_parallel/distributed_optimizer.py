@@ -151,7 +151,7 @@ class DistributedOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[Named],
-        dp_comm: Communicator,
+        dp_comm: Communicator | None = None,
         *,
         zero_stage: int | None = None,
         precision: Precision | str | torch.dtype | None = None,
@@ -174,6 +174,13 @@ class DistributedOptimizer(Optimizer):
             raise OperationError(
                 f"DistributedOptimizer was given a {type(optimizer).__name__} where a torch.optim.Optimizer "
                 "is needed; pass for example torch.optim.AdamW(model.parameters())"
+            )
+        if dp_comm is None:
+            raise OperationError(
+                "DistributedOptimizer was given no communicator, and there is no global one: pass "
+                "hpcpar.init() or another one of the ranks whose gradients are averaged, as in "
+                "DistributedOptimizer(optimizer, model.named_parameters(), hpcpar.init()). Horovod's, which "
+                "takes none, is in hpcpar.horovod.torch"
             )
         self.inner = optimizer
         self.dp_comm = dp_comm

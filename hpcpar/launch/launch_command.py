@@ -154,6 +154,14 @@ def program_for(argv: Sequence[str], which: Which, executable: str = sys.executa
     return list(argv)
 
 
+def require_script(argv: Sequence[str]) -> None:
+    """Refuse a script that is not there, in one sentence in the place of one for each rank."""
+    is_python = bool(argv) and _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
+    script = next(iter(argv[1:] if is_python else argv), "")
+    if script.endswith(".py") and not os.path.exists(script):
+        raise ConfigError(f"there is no file {script} in {os.getcwd()}: name the program by its path")
+
+
 def under(module: str, argv: Sequence[str]) -> list[str]:
     """Put `python -m module` in front of a program: hpcpar.horovod or hpcpar.torch_backend.
 

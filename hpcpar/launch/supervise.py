@@ -31,6 +31,7 @@ from hpcpar.launch.launch_command import (
     cuda_aware,
     environ_for,
     prepare,
+    require_script,
 )
 from hpcpar.launch.restart import Restarts
 from hpcpar.launch.signals import START_AGAIN, STOPS_ON_USR1
@@ -75,6 +76,8 @@ def run(
     is_here = len(options.hosts) <= 1 and not has_several_hosts(environ)
     if options.output_directory is not None and is_here:
         redirect.make_directory(options.output_directory)  # one sentence here, where else every rank says it
+    if is_here and not options.words:  # which may name another directory
+        require_script(argv)
     again = Restarts(restarts, say, is_here=is_here)
     while True:
         attempt = replace(options, variables={**options.variables, **again.variables})

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, did_you_mean
 from hpcpar.units import GB, GiB
 
 if sys.version_info >= (3, 11):
@@ -155,8 +155,7 @@ class Cluster:
             return cls.read(Path(name))
         known = machine_names()
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(
                 f"no machine is called {name!r}; {hint}there are {', '.join(known)}, or the path of a .toml "
                 "file"

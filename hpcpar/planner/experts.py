@@ -5,14 +5,13 @@ Shape letters: T tokens, H hidden, E experts, k experts of a token, m ffn size o
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, did_you_mean
 
 Score = Literal["softmax", "sigmoid"]
 """How logits become scores: over all experts together, or each by itself."""
@@ -175,8 +174,7 @@ class Experts:
         known = [field.name for field in fields(cls)]
         for key in given:
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
+                hint = did_you_mean(key, known)
                 raise ConfigError(f"experts have no field {key!r}; {hint}there are {', '.join(known)}")
         if before is not None:
             return replace(before, **given)

@@ -13,7 +13,6 @@ E experts, k experts of a token.
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, did_you_mean
 from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import PRESETS, LlamaConfig, QueryKeyNorm
 
@@ -168,8 +167,7 @@ class ModelShape:
             return cls.from_llama(PRESETS[name], name)
         if name not in PUBLISHED:
             known = [*PRESETS, *PUBLISHED]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(
                 f"no model is called {name!r}; {hint}there are {', '.join(known)}, or the path of a Hugging "
                 "Face config.json or of a .toml file"
@@ -400,8 +398,7 @@ def shape_from_table(table: Mapping[str, Any], *, where: str) -> ModelShape:
     given = dict(table)
     for key in given:
         if key not in own:
-            near = difflib.get_close_matches(key, sorted(own), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(key, sorted(own))
             raise ConfigError(
                 f"model file {where}: a model has no field {key!r}; {hint}there are {sorted(own)}"
             )

@@ -6,13 +6,12 @@ L layers.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.errors import ConfigError, LayoutError, did_you_mean
 from hpcpar.planner.experts import Experts, feed_forward_shapes
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -212,14 +211,12 @@ class LlamaConfig:
         `experts` changes these fields of the preset's: preset("tiny-moe", experts={"count": 4}).
         """
         if name not in PRESETS:
-            close = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = did_you_mean(name, PRESETS)
             raise ConfigError(f"no model is called {name!r}; {hint}there are {', '.join(PRESETS)}")
         known = {field.name for field in fields(cls)}
         for key in changes:
             if key not in known:
-                close = difflib.get_close_matches(key, sorted(known), n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
+                hint = did_you_mean(key, sorted(known))
                 raise ConfigError(f"a model has no field {key!r}; {hint}there are {sorted(known)}")
         derived: dict[str, None] = {}
         if changes.keys() & {"hidden_size", "heads"}:

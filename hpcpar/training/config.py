@@ -585,6 +585,8 @@ def _complaint(fault: Mapping[str, Any], source: str, origins: Mapping[str, str]
     key = ".".join(str(part) for part in fault["loc"])
     where = next((said for overridden, said in origins.items() if within(key, overridden)), source)
     if fault["type"] == "extra_forbidden":
+        if where == source:  # a table that only an override has
+            key, where = next((each for each in origins.items() if within(each[0], key)), (key, source))
         return f"{where}: there is no key {key}{_nearest(key)}"
     if fault["type"] in ("model_type", "model_attributes_type"):
         there = ", ".join(each for each in known_keys() if each.startswith(f"{key}."))

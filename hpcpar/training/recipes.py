@@ -12,13 +12,12 @@ A recipe is a file of the package, an ordinary configuration of the full-size ru
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, did_you_mean
 from hpcpar.training.config import Config, read_table, read_text
 from hpcpar.training.staged import merged, stages_of
 
@@ -67,8 +66,7 @@ def recipe(name: str, *, full: bool = False, overrides: Sequence[str] = ()) -> R
     """
     path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name}.toml"
     if not name.endswith(".toml") and name not in names():
-        close = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, names())
         raise ConfigError(f"no recipe is called {name!r}; {hint}there are {', '.join(names())}")
     source = f"recipe {name}"
     table = read_table(read_text(path), source)

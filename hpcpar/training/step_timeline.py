@@ -8,14 +8,17 @@ collectives in flight at once, and one for when its program stood still for them
              communication 2                |allreduce dp gradients|
              waiting                                  |allreduce …|
 
-Counters have the bytes of what autograd saves, and after each step those of the model state.
+Counters have the bytes of what autograd saves, and after each step those of the model state. In a pipeline
+arrows lead from each action to the next stage's that has its activation or gradient.
 
-source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds; counters: C
+source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds;
+         counters: C; flows: s and f
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 from hpcpar.comm import Communicator, Trace, TraceEvent
 from hpcpar.comm.accounting import COUNTER
+from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.timetable import name_event, span_event, trace_file
 
 COMPUTE = "compute"
@@ -67,7 +71,7 @@ class StepTimeline:
         gathered = self._comm.gather_object(events)
         if gathered is not None:
             merged = [event for of_rank in gathered for event in of_rank]
-            path.write_text(trace_file(merged), encoding="utf-8")
+            path.write_text(trace_file([*merged, *flow_events(merged)]), encoding="utf-8")
 
 
 def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) -> list[dict[str, Any]]:
@@ -97,6 +101,32 @@ def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) ->
         for each in events
         if each.category == COUNTER
     ]
+
+
+def flow_events(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield arrows from the actions of pipelines to those that use what they send, on other ranks.
+
+    events   of all ranks. The k-th 0F3 of a pipeline sends to its k-th 1F3, and a 1B3 to its 0B3.
+    """
+    times: dict[tuple[int, Action], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and "pipeline" in event["args"]:
+            times[event["args"]["pipeline"], Action.parse(event["name"])].append(event)
+    number = 0
+    for (pipeline, (stage, kind, microbatch)), sent in times.items():
+        if kind == "W":
+            continue
+        name, following = ("activation", stage + 1) if kind == "F" else ("gradient", stage - 1)
+        # At a pipeline's ends there is nobody who uses it, and not recorded is what ended with an error.
+        used = times.get((pipeline, Action(following, kind, microbatch)), ())
+        for source, target in zip(sent, used, strict=False):
+            if source["pid"] != target["pid"]:
+                number += 1
+                common = {"name": name, "cat": "pipeline", "id": number}
+                left = source["ts"] + 0.999 * source["dur"]  # a viewer wants it within the event
+                yield common | {"ph": "s", "ts": left} | {key: source[key] for key in ("pid", "tid")}
+                end = {"ph": "f", "bp": "e", "ts": target["ts"]}
+                yield common | end | {key: target[key] for key in ("pid", "tid")}
 
 
 def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:

@@ -40,6 +40,7 @@ from hpcpar.training.composition import require_composition
 from hpcpar.training.config import Config
 from hpcpar.training.expected_traffic import ExpectedTraffic, Passes, expected_traffic
 from hpcpar.training.hugging_face_start import with_hugging_face, without_reading
+from hpcpar.training.layer_spans import layer_spans
 from hpcpar.training.learning_rate import learning_rate
 from hpcpar.training.memory_check import require_memory
 from hpcpar.training.metrics import Metrics, balance_record
@@ -322,7 +323,7 @@ class Run:
         trace = self.comm.trace
         if self._activations is not None and trace is None:
             return self._step(step)
-        with watch_activations(self.model, trace) as activations:
+        with watch_activations(self.model, trace) as activations, layer_spans(self.model, trace):
             result = self._step(step)
         self._activations = self._activations or activations
         if trace is not None:

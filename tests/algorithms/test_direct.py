@@ -11,8 +11,10 @@ allreduce direct: 3 ranks, a vector S of 3 chunks
            rank 0      rank 1      rank 2
 messages   4           4           4
 sends      1.33 S      1.33 S      1.33 S
+reduce-scatter:
 step 0     1→1  +0←2   2→2  +1←0   0→0  +2←1
            2→2  +0←1   0→0  +1←2   1→1  +2←0
+all-gather:
 step 1     0→1  2←2    1→2  0←0    2→0  1←1
            0→2  1←1    1→0  2←2    2→1  0←0
 """

@@ -18,9 +18,11 @@ allreduce double_binary: 4 ranks, a vector S of 2 chunks
            rank 0   rank 1      rank 2      rank 3
 messages   2        4           4           2
 sends      1 S      2 S         2 S         1 S
+reduce:
 step 0     1→1      0→2  +1←2   1→1  +0←3   0→2
                     +1←0        +0←1
 step 1     +0←2     1→3         0→0         +1←1
+broadcast:
 step 2     0→2      1←3         0←0         1→1
 step 3     1←1      1→2  0←2    0→3  1←1    0←2
                     1→0         0→1

@@ -10,9 +10,11 @@ allreduce rabenseifner: 6 ranks, a vector S of 4 chunks
            rank 0   rank 1          rank 2   rank 3          rank 4          rank 5
 messages   1        5               1        5               4               4
 sends      1 S      2.5 S           1 S      2.5 S           1.5 S           1.5 S
+reduce-scatter:
 step 0     0-3→1    +0-3←0          0-3→3    +0-3←2
 step 1              2-3→4  +0-1←4            2-3→5  +0-1←5   0-1→1  +2-3←1   0-1→3  +2-3←3
 step 2              1→3  +0←3                0→1  +1←1       3→5  +2←5       2→4  +3←4
+all-gather:
 step 3              0→3  1←3                 1→1  0←1        2→5  3←5        3→4  2←4
 step 4              0-1→4  2-3←4             0-1→5  2-3←5    2-3→1  0-1←1    2-3→3  0-1←3
 step 5     0-3←1    0-3→0           0-3←3    0-3→2

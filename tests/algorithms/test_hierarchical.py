@@ -25,8 +25,10 @@ allreduce hierarchical: 4 ranks, a vector S of 4 chunks
            node 0          node 0          node 1          node 1
 messages   4               4               4               4
 sends      1.5 S           1.5 S           1.5 S           1.5 S
+reduce-scatter:
 step 0     2-3→1  +0-1←1   0-1→0  +2-3←0   2-3→3  +0-1←3   0-1→2  +2-3←2
 step 1     1→2  +0←2       3→3  +2←3       0→0  +1←0       2→1  +3←1
+all-gather:
 step 2     0→2  1←2        2→3  3←3        1→0  0←0        3→1  2←1
 step 3     0-1→1  2-3←1    2-3→0  0-1←0    0-1→3  2-3←3    2-3→2  0-1←2
 """
@@ -51,8 +53,10 @@ allreduce leaders: 4 ranks, a vector S of 1 chunk
            node 0      node 1   node 0      node 1
 messages   2           2        1           1
 sends      2 S         2 S      1 S         1 S
+reduce:
 step 0     +0←2        +0←3     0→0         0→1
 step 1     0→1  +0←1   0→0  +0←0
+broadcast:
 step 2     0→2         0→3      0←0         0←1
 """
 

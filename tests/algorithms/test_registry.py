@@ -233,7 +233,8 @@ def test_only_hierarchical_algorithms_ask_where_the_ranks_are() -> None:
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        OperationError, match=r"no algorithm 'rnig' for broadcast; there are binomial, ring, direct"
+        OperationError,
+        match=r"no algorithm 'rnig' for broadcast; did you mean 'ring'\? there are binomial, ring, direct",
     ):
         find("broadcast", "rnig")
     with pytest.raises(

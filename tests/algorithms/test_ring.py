@@ -11,9 +11,11 @@ allreduce ring: 4 ranks, a vector S of 4 chunks
            rank 0      rank 1      rank 2      rank 3
 messages   6           6           6           6
 sends      1.5 S       1.5 S       1.5 S       1.5 S
+reduce-scatter:
 step 0     3→1  +2←3   0→2  +3←0   1→3  +0←1   2→0  +1←2
 step 1     2→1  +1←3   3→2  +2←0   0→3  +3←1   1→0  +0←2
 step 2     1→1  +0←3   2→2  +1←0   3→3  +2←1   0→0  +3←2
+all-gather:
 step 3     0→1  3←3    1→2  0←0    2→3  1←1    3→0  2←2
 step 4     3→1  2←3    0→2  3←0    1→3  0←1    2→0  1←2
 step 5     2→1  1←3    3→2  2←0    0→3  3←1    1→0  0←2

@@ -1,12 +1,9 @@
-"""Activations of a layer: measured as the paper counts, as a table and as a picture."""
+"""Activations of a layer: measured as the paper counts, and as a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hpcpar.bench.activation_picture import draw
 from hpcpar.bench.layer_activations import MeasuredActivations, measure, table, title
 from hpcpar.errors import LayoutError
 from hpcpar.planner.activations import TECHNIQUES, LayerShape
@@ -57,10 +54,3 @@ def test_a_line_has_both_numbers_and_how_far_they_are_apart() -> None:
 
 def test_the_title_has_the_papers_letters() -> None:
     assert "s=64 b=2 h=64 a=4 (5as/h = 20), t=2" in title(SHAPE, 2)
-
-
-@pytest.mark.parametrize("found", [[], KEPT])
-def test_a_picture_is_written(found: list[MeasuredActivations], tmp_path: Path) -> None:
-    path = tmp_path / "activations.png"
-    draw(found, SHAPE, 2, path)
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,33 @@ def test_a_ring_of_three_by_hand() -> None:
     assert [each.name for each in (first, second, last)] == ["before step 0", "before step 1", "at the end"]
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "second", "halves"),
+    [
+        ("ring", 4, 3, ("reduce-scatter", "all-gather")),
+        ("rabenseifner", 8, 3, ("reduce-scatter", "all-gather")),
+        ("direct", 5, 1, ("reduce-scatter", "all-gather")),
+        ("binomial", 8, 3, ("reduce", "broadcast")),
+    ],
+)
+def test_an_allreduce_has_two_halves(name: str, size: int, second: int, halves: tuple[str, str]) -> None:
+    found = moments(find("allreduce", name), size)
+    assert [(at, each.half) for at, each in enumerate(found) if each.half] == [
+        (0, halves[0]),
+        (second, halves[1]),
+    ]
+    # Between them each sum is on one rank: a chunk's on each, or all on the root.
+    everybody = (1 << size) - 1
+    sums = [chunks.count(everybody) for chunks in contributions(found[second])]
+    chunks = len(contributions(found[0])[0])
+    assert sums == ([chunks // size] * size if halves[1] == "all-gather" else [chunks] + [0] * (size - 1))
+
+
+@pytest.mark.parametrize("name", ["recursive_doubling", "one_shot"])
+def test_where_every_rank_sums_to_the_end_there_are_no_halves(name: str) -> None:
+    assert not any(each.half for each in moments(find("allreduce", name), 4))
+
+
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 
 

@@ -13,6 +13,11 @@ from tests.command import Output
 COMMAND = ("draw",)
 
 
+def test_a_misspelt_name_is_shown_the_one_that_was_meant(output: Output) -> None:
+    assert "has an algorithm 'rings'; did you mean 'ring'? there are:" in output("rings", status=1)
+    assert "did you mean 'pipeline'?" in output("pipelin", status=1)
+
+
 def test_a_name_alone_draws_the_first_collective_that_has_it(output: Output) -> None:
     drawn = output("ring", "--size", "4")
     assert drawn.startswith(draw(registry.find("allreduce", "ring"), 4))

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.patches import Rectangle
 
+from hpcpar.bench.layer_activations import MeasuredActivations
+from hpcpar.cli.activation_picture import draw
 from hpcpar.planner.activations import TECHNIQUES, LayerShape
+from hpcpar.units import MiB
 from tests.command import Output
 
 COMMAND = ("draw", "activations")
@@ -24,9 +28,19 @@ def test_every_way_is_a_line_with_its_formula_and_its_bytes(output: Output) -> N
         assert f" {way.nbytes(LayerShape(32, 1, 32, 4), 2):,.0f} " in line
 
 
+def test_a_bar_is_as_long_as_the_bytes_that_it_stands_for() -> None:
+    kept = [
+        MeasuredActivations("none", "f", 5 * MiB, {"between the blocks": 1 * MiB, "attention core": 3 * MiB}),
+        MeasuredActivations("full", "2sbh", 2 * MiB, {"layer's input": 2 * MiB}),
+    ]
+    (axes,) = draw(kept, LayerShape(32, 1, 32, 4), 2).axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches if isinstance(bar, Rectangle)]
+    assert bars == [(0, 5), (0, 1), (1, 3), (0, 2), (0, 2)]
+
+
 def test_the_bars_are_drawn_where_asked(output: Output, tmp_path: Path) -> None:
     path = tmp_path / "activations.png"
-    assert f"drawn: {path}" in output(*SMALL, "--picture", str(path))
+    assert f"written: {path}" in output(*SMALL, "--output", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -36,8 +50,8 @@ def test_the_bars_are_drawn_where_asked(output: Output, tmp_path: Path) -> None:
         (("--heads", "6"), "heads=6 does not divide among tp=4 ranks; tp=2 or tp=3 or tp=6 would fit"),
         (("--sequence", "30"), "sequence=30 does not divide among tp=4 ranks"),
         (("--hidden", "68"), "hidden=68 does not divide among heads=8"),
-        ((*SMALL, "--picture", "no/such/directory/x.png"), "no/such/directory/x.png"),
-        ((*SMALL, "--picture", "x.xyz"), "Format 'xyz' is not supported"),
+        ((*SMALL, "--output", "no/such/directory/x.png"), "no/such/directory/x.png"),
+        ((*SMALL, "--output", "x.xyz"), "Format 'xyz' is not supported"),
     ],
 )
 def test_what_cannot_be_drawn_is_named(arguments: tuple[str, ...], words: str, output: Output) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from hpcpar.cli.context_picture import draw
+from hpcpar.cli.draw_context import planned
 from tests.command import Output
 
 COMMAND = ("draw", "context")
@@ -68,13 +68,23 @@ def test_heads_are_shared_within_two_ranks_and_keys_travel_between_them(output: 
     assert "12,800   7,680       0    8,960    11,520  20,480  23,040" in told
 
 
-@pytest.mark.parametrize("method", ["exchange", "ulysses", "ulysses+ring"])
-def test_a_picture_is_written_where_asked(method: str, output: Output, tmp_path: Path) -> None:
-    path = tmp_path / "context.png"
-    levels = ("--inner", "2") if "+" in method else ()
-    told = output("--method", method, *levels, "--documents", "700,300", "--output", str(path))
-    assert f"written: {path}" in told
-    assert path.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(("method", "inner"), [("exchange", None), ("ulysses", None), ("ulysses+ring", 2)])
+def test_the_picture_has_the_mask_and_what_is_sent(method: str, inner: int | None) -> None:
+    mask = {"length": None, "window": None, "documents": (7, 5), "full": False}
+    heads = {"heads": 4, "kv_heads": None, "head_size": 1}
+    found = planned(method, 4, inner, False, **mask, **heads)
+    pixels, *sends = draw(found).axes
+    coloured = (pixels.images[0].get_array() < 1).any(axis=-1)
+    assert coloured.tolist() == [
+        [key <= query and (key < 7) == (query < 7) for key in range(12)] for query in range(12)
+    ]
+    for axes, traffic in zip(sends, (found.traffic, found.ring), strict=True):
+        sums = [
+            a + b
+            for rows in zip(traffic.forward, traffic.backward, strict=True)
+            for a, b in zip(*rows, strict=True)
+        ]
+        assert [text.get_text() for text in axes.texts] == [str(values) for values in sums if values]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.patches import Polygon
 
+from hpcpar.cli.mesh_picture import draw
+from hpcpar.cli.picture import rank_colour
+from hpcpar.planner.layout import Layout
 from tests.command import Output
 
 COMMAND = ("draw", "mesh")
@@ -36,10 +40,13 @@ def test_sets_of_shards_and_experts(output: Output) -> None:
     assert "\n\n           cp1\n" in told
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(suffix: str, output: Output, tmp_path: Path) -> None:
-    output("--pp", "2", "--dp", "2", "--tp", "2", "--output", f"{tmp_path}/mesh.{suffix}")
-    assert (tmp_path / f"mesh.{suffix}").stat().st_size > 5_000
+def test_a_picture_has_a_cube_for_each_rank_in_its_nodes_colour(output: Output, tmp_path: Path) -> None:
+    (axes,) = draw(Layout(pp=2, dp=2, tp=2), [0, 0, 0, 1, 1, 1, 1, 1]).axes
+    assert {text.get_text() for text in axes.texts} == {*map(str, range(8)), "pp", "dp", "tp"}
+    cubes = [each.get_facecolor()[:3] for each in axes.patches if isinstance(each, Polygon)]
+    assert [cubes.count(rank_colour(node)) for node in (0, 1)] == [3, 5]  # the full face of each
+    output("--tp", "2", "--output", tmp_path / "mesh.svg")
+    assert ">tp=2: 2 ranks<" in (tmp_path / "mesh.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcpar.cli.draw_overlap import read
+from hpcpar.cli.overlap_picture import draw
+from hpcpar.cli.picture import BACKWARD, COMMUNICATION, FORWARD, IDLE, WEIGHTS
 from tests.command import Output
 
 COMMAND = ("draw", "overlap")
@@ -46,10 +50,17 @@ def test_a_step_by_hand(timeline: Path, output: Output) -> None:
     assert told[6].split() == ["allreduce", "norm", "1", "0.00", "MiB", "2.0", "ms", "0%"]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(timeline: Path, suffix: str, output: Output, tmp_path: Path) -> None:
-    output(str(timeline), "--step", "1", "--output", f"{tmp_path}/overlap.{suffix}")
-    assert (tmp_path / f"overlap.{suffix}").stat().st_size > 5_000
+def test_bars_are_as_long_as_what_they_stand_for(timeline: Path) -> None:
+    lasted: dict[Any, float] = defaultdict(float)
+    as_it_was, one_by_one = draw(read(timeline, 1), 1).axes
+    for bar in as_it_was.collections:
+        lasted[tuple(bar.get_facecolor()[0][:3])] += bar.get_paths()[0].get_extents().width
+    assert lasted == pytest.approx(
+        {FORWARD: 40, BACKWARD: 80, WEIGHTS: 16, COMMUNICATION: 42 + 32, IDLE: 22 + 12}
+    )
+    ends = [bar.get_paths()[0].get_extents().x1 for bar in one_by_one.collections]
+    assert max(ends) == pytest.approx(100)
+    assert one_by_one.get_title(loc="left") == "one by one: 10.0 ms longer"
 
 
 def test_a_step_too_many_and_another_file_are_refused(timeline: Path, output: Output, tmp_path: Path) -> None:

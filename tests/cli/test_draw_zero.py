@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcpar.cli.draw_zero import draw, stages
 from hpcpar.units import GiB
 from tests.command import Output
 
@@ -25,10 +26,13 @@ def test_traffic_counts_microbatches(output: Output) -> None:
     assert [float(line.split()[-1]) for line in told[3:7]] == [1.0, 1.0, 2.5, 6.0]  # times Φ: 2, 2, 5, 12
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(suffix: str, output: Output, tmp_path: Path) -> None:
-    output("--output", f"{tmp_path}/zero.{suffix}")
-    assert (tmp_path / f"zero.{suffix}").stat().st_size > 5_000
+def test_bars_are_parameters_gradients_and_state_by_stage(output: Output, tmp_path: Path) -> None:
+    found = stages(GiB, 4, precision="bfloat16", optimizer="adamw", microbatches=1)
+    (axes,) = draw(found, "").axes
+    widths = [[bar.get_width() for bar in of_part] for of_part in axes.containers]
+    assert widths == [[2, 2, 2, 0.5], [2, 2, 0.5, 0.5], [12, 3, 3, 3]]
+    output("--output", tmp_path / "zero.svg")
+    assert "> 1.75 GiB<" in (tmp_path / "zero.svg").read_text()
 
 
 def test_a_number_that_is_none_is_refused(output: Output) -> None:

@@ -13,8 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_every_example_is_listed_with_a_line(output: Output) -> None:
     lines = output().splitlines()
-    files = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml"))
-    assert [line.split()[0] for line in lines] == files
+    files = [path.name for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".toml", ".ipynb")]
+    assert sorted(line.split()[0] for line in lines) == sorted(files)
     assert all(
         len(line.split()) > 4 and line.endswith((".", "?", ")")) for line in lines if "torch_" not in line
     )
@@ -30,6 +30,19 @@ def test_an_example_is_written_once(
     (tmp_path / file).write_text("changed")
     assert "is here already" in output(name, status=1)
     assert (tmp_path / file).read_text() == "changed"
+
+
+def test_the_course_is_written_whole_or_not_at_all(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "5_plan_a_model.ipynb").touch()
+    assert "5_plan_a_model.ipynb is here already" in output("course", status=1)
+    assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "5_plan_a_model.ipynb").unlink()
+    assert output("course").count("start it by jupyter notebook") == 5
+    for path in (EXAMPLES / "course").glob("*.ipynb"):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_name_that_is_none_or_two_is_refused(output: Output) -> None:

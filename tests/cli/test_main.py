@@ -51,9 +51,14 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"hpcpar {hpcpar.__version__}\n"
 
 
-def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("trian") == 2
-    assert "trian" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["trian"], "'train'? `hpcpar --"), (["bench", "colectives"], "'collectives'?")]
+)
+def test_an_unknown_command_is_a_usage_error_that_names_the_one_that_was_meant(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*words) == 2
+    assert f"there is no command {words[-1]!r}; did you mean {meant}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])

@@ -340,16 +340,34 @@ def test_a_horovod_script_is_run_as_one(calls: list[Call]) -> None:
     assert calls[0][1] == ["python", "-m", "hpcpar.horovod", "train.py", "--lr", "1"]
 
 
+def test_a_horovod_script_that_fails_without_horovod_is_told_how_to_run(
+    calls: list[Call], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nimport horovod.torch as hvd\n")
+    monkeypatch.setattr("hpcpar.cli.run.find_spec", lambda name: None)
+    said = []
+    for words in ([str(script)], ["python", str(script)], ["--as-horovod", str(script)], ["other.py"]):
+        call("-n", "2", *words)
+        said.append("--as-horovod has hpcpar be it" in capsys.readouterr().err)
+    monkeypatch.setattr("hpcpar.cli.run.find_spec", lambda name: name)  # it is installed
+    call("-n", "2", str(script))
+    assert [*said, "horovod" in capsys.readouterr().err] == [True, True, False, False, False]
+
+
 def test_mistakes_are_one_line_that_says_what_to_do(output: Output) -> None:
     assert "say -n 4, or name hosts" in output("x.py", status=1)
     assert "there is no option --glue" in output("-np", "2", "--glue", "x.py", status=1)
     assert "there is no option -margs" in output("-n", "2", "-margs", "x", status=1)
+    assert "`hpcpar run -n 2 -- -m hpcpar train a.toml`" in output("-n", "2", "a.toml", status=1)
+    for words in (["none.py"], ["python", "none.py"]):
+        assert "there is no file none.py in " in output("-n", "2", "--launcher", "mpiexec", *words, status=1)
     assert "both --hosts and --hostfile" in output("-H", "a", "--hostfile", "b", "x.py", status=1)
     assert '--options "-genv \'FOO" cannot be divided into words: No closing quotation' in output(
         "-n", "2", "--options", "-genv 'FOO", "x.py", status=1
     )
     assert "3 ranks were asked for, but the hosts have 2 slots" in output(
-        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "x.py", status=1
+        "-np", "3", "-H", "localhost:2", "--launcher", "mpiexec", "-c", "pass", status=1
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli.picture import Colour, shade
-from hpcpar.cli.schedule_picture import COLOURS, Panel, draw
+from hpcpar.cli import schedule_picture
+from hpcpar.cli.picture import Colour, Output, save, shade
+from hpcpar.cli.schedule_picture import COLOURS, Panel
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
@@ -28,6 +29,10 @@ def timetable(*rows: str) -> Timetable:
 ONE_STAGE = timetable("0F0@0-1 0F12@1-2 0B0@4-6 0B12@7-9", "1F0@1-2 1B0@2-4 1F12@4-5 1B12@5-7")
 
 TWO_STAGES = timetable("0F0@5-6 2F0@7-8 2B0@8-9 2W0@9-10 0B0@11-12 0W0@12-13", "1F0@6-7 1B0@9-11")
+
+
+def draw(panels: list[Panel], path: Path, *, until_s: float | None = None) -> None:
+    save(schedule_picture.draw(panels, until_s=until_s), Output(path))
 
 
 def hexadecimal(colour: Colour) -> str:
@@ -64,7 +69,7 @@ def test_titles_have_the_bubble_rate_and_bars_their_microbatch(tmp_path: Path) -
     assert "alive: microbatches whose activations the rank keeps, at most" in written
     assert {"rank 0", "rank 1", "2 alive", "1 alive", "forward", "backward", "idle"} <= set(written)
     assert Counter(written)["12"] == 4
-    assert not any("weights" in each or "lighter" in each for each in written)
+    assert not any("weights" in each or "paler" in each for each in written)
 
 
 def test_a_number_that_does_not_fit_into_its_bar_is_left_out(tmp_path: Path) -> None:

@@ -185,6 +185,21 @@ def test_a_misspelt_key_ends_a_real_process_with_status_2_and_without_a_tracebac
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.toml", "--steps", "100"], "no option --steps; a key is set without dashes: train.steps=…"),
+        (["run.toml", "--train.steps=3"], "set without dashes: train.steps=…"),
+        (["run.toml", "--lr=1"], "set without dashes: optimizer.learning_rate=…"),
+        (["run.toml", "--resum"], "--resume"),
+    ],
+)
+def test_a_key_that_is_written_as_an_option_is_shown_as_it_is_set(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(train, words)
+    assert result.exit_code == CANNOT_WORK
+    assert said in result.stderr
+
+
 @pytest.mark.parametrize("when", ["while torch is imported", "in the run"])
 def test_a_signal_ends_a_real_process_with_status_75_and_a_restarted_job_goes_on(
     config: Path, tmp_path: Path, when: str

@@ -7,9 +7,11 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from hpcpar.comm import failure
+from hpcpar.comm import Communicator, failure
+from hpcpar.errors import OperationError
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -97,6 +99,23 @@ def test_the_failing_ranks_traceback_comes_first(fail):
     told = [line for line in printed.splitlines() if line.startswith("hpcpar: rank")]
     assert told[0].startswith("hpcpar: rank 1 of 3")
     assert printed.index("ValueError: only here") < printed.find("MPI_Abort") or "MPI_Abort" not in printed
+
+
+def test_an_error_of_a_call_ends_at_the_programs_line_and_another_is_shown_whole(monkeypatch):
+    shown, ended = io.StringIO(), []
+    monkeypatch.setattr(sys, "__stderr__", shown)
+    monkeypatch.setattr(failure, "RELAY_S", 0)
+    transport = SimpleNamespace(rank=1, size=2, abort=ended.append)
+    hooks = failure.FailureHooks(transport, None, SimpleNamespace(aborting=ended.append))
+    for algorithm, kind in (("rign", OperationError), ([], TypeError)):
+        with pytest.raises(kind) as caught:
+            Communicator.alone().allreduce(np.ones(3), algorithm=algorithm)
+        hooks._on_exception(kind, caught.value, caught.value.__traceback__)
+    asked, other = shown.getvalue().split("rank 1 of 2")[1:]
+    assert "algorithm=algorithm" in asked
+    assert "did you mean 'ring'?" in asked
+    assert (asked.count("  File "), ended[1]) == (1, 1)
+    assert other.count("  File ") > 1
 
 
 def test_a_rank_that_cannot_write_what_is_wrong_ends_the_job_all_the_same(monkeypatch):

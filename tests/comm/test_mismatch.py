@@ -54,6 +54,7 @@ def test_a_difference_is_told_to_every_rank_that_shares_memory(difference, size,
         size, lambda comm: told(comm, CALLS[difference], nbytes // 4, size - 1), shared_memory=True
     )
     assert all("something else in the same call" in text for text in found), found
+    assert all("HPCPAR_CHECK=1 tells what each rank asks for" in text for text in found), found
 
 
 @pytest.mark.parametrize("difference", ["operation", "root", "one element more, to a root", "name"])

@@ -88,6 +88,14 @@ def test_a_gradient_scaler_steps_on_averages() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_horovods_call_without_a_communicator_is_told_what_to_pass() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        OperationError, match=r"no communicator.* pass hpcpar\.init\(\).*hpcpar\.horovod\.torch"
+    ):
+        DistributedOptimizer(torch.optim.SGD(model.parameters()), named_parameters=model.named_parameters())
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gradient_scaler_that_sees_no_gradients_is_refused(stage: int, fused: bool) -> None:

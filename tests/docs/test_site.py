@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+from difflib import unified_diff
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +57,7 @@ def dangling(page: Path) -> list[str]:
     for link in LINK.findall(prose(page)):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if not target.is_file() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             wrong.append(f"{page.relative_to(ROOT)}: {link}")
     return wrong
 
@@ -124,7 +125,9 @@ def test_every_block_is_of_a_known_language_and_every_mark_belongs_to_a_block(ru
     for page in PAGES:
         text = page.read_text("utf-8")
         blocks = list(run_blocks.blocks_of(text, page.name))
-        assert {block.language for block in blocks} <= {"sh", "console", "python", "text", "toml"}, page
+        assert {block.language for block in blocks} <= {"sh", "console", "python", "text", "toml", "diff"}, (
+            page
+        )
         assert sum(block.why is not None for block in blocks) == text.count("<!-- not run"), page
         for block in blocks:
             if block.language == "python":
@@ -190,6 +193,19 @@ def test_blocks_are_read_with_their_marks_and_run_as_told(
 def test_a_block_that_fails_is_told(run_blocks: ModuleType, tmp_path: Path, text: str, told: str) -> None:
     (block,) = run_blocks.blocks_of(text, "page")
     assert told in run_blocks.run(block, tmp_path)
+
+
+def test_the_changes_of_a_ddp_script_on_the_page_are_those_of_the_two_programs(
+    run_blocks: ModuleType,
+) -> None:
+    text = (DOCS / "bring-your-own.md").read_text("utf-8")
+    (shown,) = (block.text for block in run_blocks.blocks_of(text, "page") if block.language == "diff")
+    before, after = (
+        (ROOT / "examples" / name).read_text("utf-8").split('"""\n\n', 1)[1].splitlines()
+        for name in ("torch_ddp.py", "ddp_by_hpcpar.py")
+    )
+    changes = list(unified_diff(before, after, n=1, lineterm=""))[2:]
+    assert shown.splitlines() == [line.rstrip() for line in changes]
 
 
 def test_the_reference_pages_are_those_of_the_code() -> None:

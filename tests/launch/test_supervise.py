@@ -157,7 +157,7 @@ from hpcpar.launch import supervise
 job = "import signal, sys, time\\nsignal.signal({int(arrives)}, lambda *_: sys.exit(33))\\n" \\
       "print('ready', flush=True)\\ntime.sleep(30)"
 supervise.prepare = lambda *_, **__: ([sys.executable, "-c", job], dict(os.environ))
-sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr)))
+sys.exit(supervise.run(1, ["x"], say=lambda line: print(line, file=sys.stderr)))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -189,7 +189,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 job = "import time; time.sleep(60)"
 supervise.prepare = lambda *_, **__: ([sys.executable, "-c", job], dict(os.environ))
 threading.Timer(0.5, _thread.interrupt_main).start()
-sys.exit(supervise.run(1, ["x.py"], say=lambda line: print(line, file=sys.stderr)))
+sys.exit(supervise.run(1, ["x"], say=lambda line: print(line, file=sys.stderr)))
 """
     done = command.run(sys.executable, "-c", code, timeout_s=40, TMPDIR=str(tmp_path))
     assert done.returncode == 128 + signal.SIGINT, done.stderr

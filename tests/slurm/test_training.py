@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -110,3 +111,30 @@ def test_tensor_parallelism_stays_inside_the_nodes_when_ranks_go_round_them(
         "['pp', 'tp'] [('node1', 0), ('node1', 2)]",
         "['pp', 'tp'] [('node2', 1), ('node2', 3)]",
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own_dataset", ("--epochs", "1")),
+        ("vision_digits", ("--epochs", "1")),
+        ("finetune_transformers", ("--steps", "3")),
+        ("ddp_by_hpcpar", ()),
+    ],
+)
+def test_an_example_to_copy_has_under_srun_the_losses_of_one_rank(
+    cluster: Cluster, library: str, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    pytest.importorskip(
+        {"vision_digits": "sklearn", "finetune_transformers": "transformers"}.get(name, "torch")
+    )
+    losses = []
+    for place, launcher in (("together", [*srun(library), "-N2", "-n2"]), ("alone", [])):
+        (tmp_path / place).mkdir()
+        program = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *words]
+        done = cluster.run(*launcher, *program, directory=tmp_path / place, timeout_s=200)
+        assert done.returncode == 0, done.stderr
+        losses.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)])
+    assert losses[0]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)  # float32, printed with six digits

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import run
 from tests.torch_backend.recipes import (
@@ -34,7 +35,6 @@ RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize(
     ("name", "words", "package"),
     [
-        ("ddp", (), "torch"),
         ("fsdp2", (), "torch"),
         ("tensor_parallel", (), "torch"),
         ("pipeline", (), "torch"),
@@ -54,6 +54,38 @@ def test_an_example_ends_with_the_loss_of_gloo_and_of_one_process(
     assert found == pytest.approx(last_loss(over_gloo(2, example(name), *words)), rel=0, abs=TOLERANCE)
     alone = last_loss(run_ranks(1, example(name), *words, timeout_s=LIMIT_S))
     assert found == pytest.approx(alone, rel=0, abs=TOLERANCE)
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[float]:
+    last_loss(done)
+    return [float(loss) for loss in re.findall(r"^loss (\d\.\d{8})$", done.stdout, re.MULTILINE)]
+
+
+def serial_losses() -> list[float]:
+    """Of torch_ddp.py's training, without any ranks."""
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 32)
+    targets = inputs.sum(1, keepdim=True).sin()
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    losses = []
+    for _ in range(20):
+        loss = (model(inputs) - targets).square().mean()
+        losses.append(loss.item())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+    return losses
+
+
+def test_a_program_of_ddp_learns_alike_over_gloo_unchanged_over_ours_and_with_our_optimizer(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = pytest.approx(serial_losses(), rel=0, abs=TOLERANCE)
+    assert losses_of(run_ranks(2, str(Path(example("ddp")).with_name("ddp_by_hpcpar.py")))) == expected
+    assert losses_of(over_gloo(2, example("ddp"))) == expected
+    monkeypatch.setenv("BACKEND", "gloo")  # which it names, and does not get
+    assert losses_of(run_ranks(2, "-m", "hpcpar.torch_backend", example("ddp"))) == expected
 
 
 def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_three(run_ranks: RunRanks, tmp_path: Path) -> None:

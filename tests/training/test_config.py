@@ -69,6 +69,10 @@ def test_a_misspelt_override_is_named_as_the_user_wrote_it() -> None:
     assert refused("", "train.stpes=3") == (
         "override 'train.stpes=3': there is no key train.stpes; did you mean train.steps?"
     )
+    assert refused("[train]\nsteps = 2\n", "trian.steps=3") == (
+        "override 'trian.steps=3': there is no key trian.steps; did you mean train.steps?"
+    )
+    assert refused("[trian]\nsteps = 2\n", "train.steps=3").startswith("run.toml: there is no key trian;")
 
 
 def test_a_key_in_the_wrong_table_is_shown_its_own() -> None:

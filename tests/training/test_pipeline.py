@@ -169,6 +169,12 @@ def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_
     events = json.loads((config.output.directory / "timeline.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert {"0F0", "1B3", "tied weights", "optimizer"} <= names
+    layers = {(event["pid"], event["name"]) for event in events if event.get("cat") == "layers"}
+    assert layers == {(number // 3, f"model.layers.{number}") for number in range(6)}
+    # An arrow for each activation and each gradient of four microbatches; none leads back in time.
+    left, came = ({each["id"]: each["ts"] for each in events if each["ph"] == phase} for phase in "sf")
+    assert len(left) == len(came) == 8
+    assert all(left[number] <= came[number] for number in left)
 
 
 # --- what is refused --------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpar.comm import Communicator, Trace, TraceEvent, run_loopback
-from hpcpar.training.step_timeline import StepTimeline, lanes, span, trace_events
+from hpcpar.training.step_timeline import StepTimeline, flow_events, lanes, span, trace_events
 
 
 def event(start_s: float, stop_s: float, category: str = "compute") -> TraceEvent:
@@ -93,3 +94,37 @@ def test_a_counter_has_its_values_and_no_thread() -> None:
     process, counter = trace_events(1, trace.events, origin_s=noted.start_s - 2)
     assert process["args"] == {"name": "rank 1"}
     assert counter == {"ph": "C", "name": "activations", "pid": 1, "ts": 2e6, "args": {"nbytes": 3}}
+
+
+def test_arrows_lead_from_an_action_to_the_stage_that_needs_it() -> None:
+    def recorded(rank: int, *names: str) -> list[Any]:
+        spans = [
+            TraceEvent(name, "compute", at, at + 1, {"pipeline": rank % 2}) for at, name in enumerate(names)
+        ]
+        return trace_events(rank, spans, origin_s=0)
+
+    # Pipelines of ranks 0, 2 and 1, 3, two steps each.
+    events = [
+        event
+        for rank in (0, 1, 2, 3)
+        for event in recorded(rank, *(2 * (("0F0", "0B0", "0W0") if rank < 2 else ("1F0", "1B0", "1W0"))))
+    ]
+    flows = list(flow_events(events))
+    starts, ends = flows[::2], flows[1::2]
+    assert {(each["ph"], each["name"]) for each in starts} == {("s", "activation"), ("s", "gradient")}
+    assert all(each["ph"] == "f" and each["bp"] == "e" for each in ends)
+    assert [each["id"] for each in starts] == [each["id"] for each in ends] == list(range(1, 9))
+    pairs = {
+        (a["name"], a["pid"], int(a["ts"] / 1e6), b["pid"], round(b["ts"] / 1e6))
+        for a, b in zip(starts, ends, strict=True)
+    }
+    assert pairs == {
+        (name, source, start + step, target, start + step)
+        for step in (0, 3)
+        for name, start, ways in (
+            ("activation", 0, ((0, 2), (1, 3))),
+            ("gradient", 1, ((2, 0), (3, 1))),
+        )
+        for source, target in ways
+    }
+    assert list(flow_events(recorded(4, "0F0", "1F0", "1B0", "0B0"))) == []

@@ -4,8 +4,9 @@
         MPI.Init_thread()                    # the library takes it from there
                                              # PMI_* are gone again: a child process is no rank
 
-The server listens on rank 0's node, on one of a row of ports that follows from the step's key. The others
-try the ports, and the hosts where rank 0 may be, until one answers with a proof that it knows the key.
+The server listens on rank 0's node, on one of a row of ports that follows from the step's key, and at the
+address that leads to the step's other nodes where that is sure. The others try the ports, and the hosts
+where rank 0 may be, until one answers with a proof that it knows the key.
 Whoever else listens there is passed over. `pmi_server.py` has the protocol.
 
     HPCPAR_STEP_SECRET   what the key is made of, instead of the file in the user's home
@@ -16,6 +17,7 @@ Whoever else listens there is passed over. `pmi_server.py` has the protocol.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import math
 import os
@@ -158,7 +160,7 @@ def start_server(
     info: RankInfo, key: bytes, ports: Sequence[int], timeout_s: float, environ: Mapping[str, str]
 ) -> tuple[str, int]:
     """Start this step's server, on rank 0 only; returns where it listens, as seen from here."""
-    with listen(ports) as listener:
+    with listen(ports, addresses_to_listen_at(environ)) as listener:
         end = list(end_command_for(info.launcher, environ))
         order = {"key": key.hex(), "size": info.size, "step": step_name(environ), "end_command": end}
         order["join_limit_s"] = timeout_s
@@ -169,18 +171,70 @@ def start_server(
                 f"hpcpar's PMI-1 server cannot be started on {socket.gethostname()} ({error}): "
                 f"{WITHOUT_IT} does without it"
             ) from error
-        loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-        return loopback, int(listener.getsockname()[1])
+        address, port = listener.getsockname()[:2]
+        return {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(address, address), int(port)
 
 
-def listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first free port of the row, for IPv6 and IPv4 where the system has both."""
+def addresses_to_listen_at(environ: Mapping[str, str]) -> list[str]:
+    """Return the addresses to try on rank 0's node; "" is all that it has.
+
+    A step on one node is joined by the loopback, another one at HPCPAR_PMI_HOST, or at the address that this
+    node's name stands for here. The other nodes may know the name by another one, so that it has to be the
+    address that leads to them, too. Ranks that torchrun starts on rank 0's node know the loopback alone.
+    """
+    if environ.get("HPCPAR_PMI_HOST"):
+        return [*_addresses(environ["HPCPAR_PMI_HOST"]), ""]
+    loopback = ["127.0.0.1", "::1"]
+    if is_torchruns(environ):
+        return loopback if environ.get("GROUP_WORLD_SIZE") == "1" else [""]
+    nodes, own = host_names(environ.get("SLURM_STEP_NODELIST", "")), environ.get("SLURMD_NODENAME", "")
+    if "SLURM_HET_SIZE" in environ or "0" not in environ.get("SLURM_GTIDS", "").split(","):
+        return [""]
+    if len(set(nodes)) == 1:
+        return loopback
+    others = _addresses(next(node for node in nodes if node != own))
+    towards = _source_address(others[0]) if others else ""
+    return [towards, ""] if towards in _addresses(own) else [""]
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of a host that other hosts may reach; none where its name is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    addresses = dict.fromkeys(str(each[4][0]) for each in found)
+    return [each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+
+
+def _source_address(destination: str) -> str:
+    """Return the address of this host from which packets go there. None is sent."""
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((destination, 9))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def listen(ports: Sequence[int], addresses: Sequence[str] = ("",)) -> socket.socket:
+    """Listen on the first free port of the row, at the first of these addresses that this host has.
+
+    At "" for IPv6 and IPv4 where the system has both.
+    """
+    families = {"": (socket.AF_INET6, socket.AF_INET)}
+    places = [
+        (address, family)
+        for address in addresses
+        for family in families.get(address, (socket.AF_INET6 if ":" in address else socket.AF_INET,))
+    ]
     errors: dict[int, str] = {}
     for port in ports:
-        for family in (socket.AF_INET6, socket.AF_INET):
-            both, backlog = family == socket.AF_INET6, pmi_server.BACKLOG
+        for address, family in places:
+            both, backlog = not address and family == socket.AF_INET6, pmi_server.BACKLOG
             try:
-                return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+                return socket.create_server(
+                    (address, port), family=family, backlog=backlog, dualstack_ipv6=both
+                )
             except ValueError:  # this system has no IPv6
                 continue
             except OSError as error:

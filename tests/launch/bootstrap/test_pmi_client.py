@@ -15,7 +15,13 @@ import pytest
 
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.bootstrap import pmi_client, pmi_server
-from hpcpar.launch.bootstrap.pmi_client import connected, hosts_of_rank_0, listen, port_row
+from hpcpar.launch.bootstrap.pmi_client import (
+    addresses_to_listen_at,
+    connected,
+    hosts_of_rank_0,
+    listen,
+    port_row,
+)
 from hpcpar.launch.bootstrap.secret import step_key
 from hpcpar.launch.environment import RankInfo
 from tests.command import write_script
@@ -274,6 +280,51 @@ def test_a_port_that_is_taken_is_passed_over_and_named_where_all_are(taken: int)
         assert listener.getsockname()[1] == port
     with pytest.raises(LaunchError, match=f"{taken}: Address already in use.*HPCPAR_PMI_PORTS"):
         listen([taken])
+
+
+LOOPBACK = ["127.0.0.1", "::1"]
+TWO_NODES = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURMD_NODENAME": "node1", "SLURM_GTIDS": "0,1"}
+RUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TWO_NODES | {"SLURM_STEP_NODELIST": "node1"}, LOOPBACK),
+        (TWO_NODES, ["10.0.0.1", ""]),
+        # Its name stands for an address that leads elsewhere; nobody knows the other node; or its own name.
+        (TWO_NODES | {"SLURMD_NODENAME": "node9"}, [""]),
+        (TWO_NODES | {"SLURM_STEP_NODELIST": "node1,node7"}, [""]),
+        (TWO_NODES | {"SLURMD_NODENAME": "node7"}, [""]),
+        (TWO_NODES | {"SLURM_STEP_NODELIST": "node1", "SLURM_HET_SIZE": "2"}, [""]),
+        (TWO_NODES | {"SLURM_STEP_NODELIST": "node1", "SLURM_GTIDS": "2,3"}, [""]),
+        (TWO_NODES | {"HPCPAR_PMI_HOST": "node2"}, ["10.0.0.2", ""]),
+        (TWO_NODES | {"HPCPAR_PMI_HOST": "own"}, [""]),  # 127.0.1.1 on the node itself, as Debian has it
+        (RUN | {"GROUP_WORLD_SIZE": "1"}, LOOPBACK),
+        (RUN | {"GROUP_WORLD_SIZE": "2"}, [""]),
+    ],
+)
+def test_rank_0_listens_where_the_others_come_from_and_everywhere_if_that_is_not_sure(
+    variables: Environ, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"node1": "10.0.0.1", "node2": "10.0.0.2", "node9": "192.168.0.9", "own": "127.0.1.1"}
+
+    def look_up(host: str, *_: object, **__: object) -> list[object]:
+        if host not in known:
+            raise socket.gaierror(f"{host} is not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(pmi_client, "_source_address", lambda destination: "10.0.0.1")
+    assert addresses_to_listen_at(variables) == expected
+
+
+def test_an_address_of_another_host_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with listen([port], ["192.0.2.1", "127.0.0.1"]) as listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+    assert pmi_client._source_address("127.0.0.2") == "127.0.0.1"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

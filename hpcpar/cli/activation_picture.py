@@ -12,10 +12,10 @@ source   Korthikanti et al. 2022, arXiv 2205.05198, table 2 and figure 7
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcpar.bench.layer_activations import MeasuredActivations, title
+from hpcpar.cli.picture import ACTIVATIONS, MEASURED, legend, new_figure, patches, shade
 from hpcpar.planner.activations import ACTIVATION_KINDS, LayerShape
 from hpcpar.units import MiB
 
@@ -23,20 +23,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MEASURED = "tab:blue"
-
-COLOURS = dict(zip(ACTIVATION_KINDS, ("0.45", "tab:orange", "moccasin", "tab:green"), strict=True))
+COLOURS = {
+    kind: shade(ACTIVATIONS, place, len(ACTIVATION_KINDS)) for place, kind in enumerate(ACTIVATION_KINDS)
+}
 
 BAR_INCHES = 0.62
 HEIGHT = 0.36
 
 
-def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int, path: Path) -> None:
-    """Draw two bars for each technique into a file (PNG, SVG or PDF, by its name)."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 1.5 + BAR_INCHES * len(found)), layout="constrained")
+def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int) -> Figure:
+    """Return a figure with two bars for each technique."""
+    figure = new_figure(1.5 + BAR_INCHES * len(found))
     axes = figure.add_subplot()
     for place, each in enumerate(found):
         _draw_bars(axes, place, each)
@@ -48,8 +45,9 @@ def draw(found: Sequence[MeasuredActivations], shape: LayerShape, tp: int, path:
     axes.set_xlim(left=0)
     axes.set_axisbelow(True)
     axes.set_title(title(shape, tp), fontsize=9)
-    _legend(figure)
-    figure.savefig(path, dpi=120)
+    parts = {f"formula: {part}": colour for part, colour in COLOURS.items()}
+    legend(figure, patches({"measured": MEASURED} | parts), columns=3)
+    return figure
 
 
 def _draw_bars(axes: Axes, place: int, shown: MeasuredActivations) -> None:
@@ -62,7 +60,7 @@ def _draw_bars(axes: Axes, place: int, shown: MeasuredActivations) -> None:
             left=left / MiB,
             height=HEIGHT,
             color=COLOURS[part],
-            edgecolor="black",
+            edgecolor="white",
             linewidth=0.6,
         )
         left += nbytes
@@ -73,16 +71,3 @@ def _draw_bars(axes: Axes, place: int, shown: MeasuredActivations) -> None:
         va="center",
         fontsize=8,
     )
-
-
-def _legend(figure: Figure) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [
-        Patch(color=MEASURED, label="measured"),
-        *(
-            Patch(facecolor=colour, edgecolor="black", linewidth=0.6, label=f"formula: {part}")
-            for part, colour in COLOURS.items()
-        ),
-    ]
-    figure.legend(handles=handles, fontsize=7, ncols=5, loc="outside lower center")
