@@ -223,12 +223,9 @@ def predict(
             missing = [f"not predicted: {other}"]
     worst = memory.worst
     stage = None if found is None else found.stages[layout.coordinates(worst.rank).pp]
-    lines = [
-        PredictedLine(
-            what, "bytes", None if stage is None else stage.purposes[what], worst.state[what].nbytes
-        )
-        for what in STATE
-    ]
+    # What is offloaded is not among what a stage holds.
+    purposes = {} if stage is None else stage.purposes
+    lines = [PredictedLine(what, "bytes", purposes.get(what), worst.state[what].nbytes) for what in STATE]
     kept = None if found is None else _activations(found, sizes, layout.coordinates(worst.rank).pp)
     lines.append(PredictedLine(ACTIVATIONS, "bytes", kept, worst.peak_activations_nbytes))
     lines.append(_bytes_sent(traffic))

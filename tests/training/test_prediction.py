@@ -85,6 +85,13 @@ def test_a_run_that_the_planner_has_no_figures_for_says_so_and_ends_well(config_
     assert "not predicted: global_batch=5 does not divide" in " ".join(printed.split())
 
 
+def test_an_offloaded_state_is_measured_alone(config_of: MakeConfig, tmp_path: Path) -> None:
+    figures, _ = told_by(config_of(*COMMON, f"optimizer.offload={tmp_path / 'state'}"), 2)
+    assert figures["optimizer state"]["predicted"] is None
+    assert figures["optimizer state"]["measured"] > 0
+    assert figures["gradients"]["predicted"] > 0
+
+
 def test_a_description_of_fewer_ranks_to_a_node_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"3 devices do not fill nodes of 2"):
         machine_of(MACHINES / "two-cores.toml", Layout(dp=3))
