@@ -38,6 +38,7 @@ from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.stage_memory import ACTIVATIONS
 from hpcpar.planner.stages import chunks_alive, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
+from hpcpar.training.batches import microbatches_of
 from hpcpar.training.config import Config, MeshSection
 from hpcpar.training.memory_check import state_widths
 from hpcpar.training.traffic_report import TrafficLine
@@ -123,10 +124,14 @@ def strategy_of(config: Config) -> Strategy:
     degrees, train = config.mesh.model_dump(), config.train
     if -1 in [degrees[axis] for axis in AXES]:
         raise ConfigError("a dry run has no ranks to count: give each degree, as in mesh.dp=8")
+    layout = Layout.fit(math.prod(degrees[axis] for axis in AXES), **degrees)
+    # Microbatches are as many as are needed, and of equal size where that divides a rank's share.
+    own = train.global_batch // layout.dp
+    count = microbatches_of(train.global_batch, layout.dp, train.microbatch)
     return Strategy(
-        Layout.fit(math.prod(degrees[axis] for axis in AXES), **degrees),
+        layout,
         train.global_batch,
-        train.microbatch,
+        own // count if own and own % count == 0 else train.microbatch,
         train.sequence,
         zero_stage=config.optimizer.zero_stage,
         schedule=config.pipeline.schedule,

@@ -14,7 +14,7 @@ from hpcpar.errors import ConfigError
 from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import MACHINES
 from hpcpar.training import Config, Run
-from hpcpar.training.prediction import MAKE_MACHINE, PredictedLine, machine_of, median_step_s
+from hpcpar.training.prediction import MAKE_MACHINE, PredictedLine, machine_of, median_step_s, strategy_of
 from tests.training.runs import MakeConfig
 
 COMMON = (
@@ -83,6 +83,14 @@ def test_a_run_that_the_planner_has_no_figures_for_says_so_and_ends_well(config_
     assert figures["parameters"]["predicted"] is None
     assert figures["parameters"]["measured"] > 0
     assert "not predicted: global_batch=5 does not divide" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(("batch", "most", "size"), [(16, 8, 4), (24, 4, 3), (16, 3, 2), (8, 1, 1)])
+def test_a_microbatch_is_as_long_as_the_run_makes_it(
+    config_of: MakeConfig, batch: int, most: int, size: int
+) -> None:
+    config = config_of(f"train.global_batch={batch}", f"train.microbatch={most}", "mesh.dp=4")
+    assert strategy_of(config).microbatch == size
 
 
 def test_an_offloaded_state_is_measured_alone(config_of: MakeConfig, tmp_path: Path) -> None:
