@@ -20,6 +20,7 @@ and tells whether a checkpoint was being written in that moment.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -71,7 +72,7 @@ class Row(NamedTuple):
     within_s: float
 
 
-KILLS = Row(("SIGKILL to a rank",), 10, ("output.checkpoint_every=1",), 0.5)
+KILLS = Row(("SIGKILL to a rank",), 10, ("output.checkpoint_every=1",), 2.0)
 PREEMPTIONS = Row(ASKED, 20, (), 0.5)
 
 Course = list[tuple[int, float, float]]
@@ -162,30 +163,43 @@ def disturbed(directory: Path, row: Row, layout: str, way: str, after_s: float, 
     return Try(layout, way, "exact", steps, was_saving)
 
 
-def chain(row: Row, layout: str, ways: Iterator[str], expected: Course, draw: random.Random) -> list[Try]:
-    """Disturb a run again and again until it comes to its end, and compare."""
+def chain(row: Row, layout: str, ways: Iterator[str], most: int, draw: random.Random) -> list[Try]:
+    """Disturb a run again and again, at most so often, until it comes to its end; and compare."""
+    expected = undisturbed(row, layout)
     tries: list[Try] = []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "run"
         while True:
+            if len(tries) == most:
+                finish(directory, row, layout, "--resume")
+                return compared(tries, course(directory), expected)
             found = disturbed(directory, row, layout, next(ways), draw.uniform(0, row.within_s), draw)
             if found.result == "through":
-                if course(directory) == expected:
-                    return tries
-                return [each._replace(result="wrong", why="other losses or gradient norms") for each in tries]
+                return compared(tries, course(directory), expected)
             tries.append(found)
             if found.result == "wrong":
                 return tries
 
 
+def compared(tries: list[Try], found: Course, expected: Course) -> list[Try]:
+    if found == expected:
+        return tries
+    return [each._replace(result="wrong", why="other losses or gradient norms") for each in tries]
+
+
+@functools.cache
 def undisturbed(row: Row, layout: str) -> Course:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "run"
-        words = command(directory, row, layout)
-        done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S)
-        if done.returncode:
-            raise SystemExit(f"{layout} undisturbed: {done.stderr[-2000:]}")
+        finish(directory, row, layout)
         return course(directory)
+
+
+def finish(directory: Path, row: Row, layout: str, *more: str) -> None:
+    words = command(directory, row, layout, *more)
+    done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode:
+        print(f"{layout}, undisturbed: status {done.returncode}: {done.stderr[-2000:]}", flush=True)
 
 
 def main() -> None:
@@ -197,15 +211,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     draw, row = random.Random(options.seed), PREEMPTIONS if options.asked else KILLS
-    known: dict[str, Course] = {}
     tries: list[Try] = []
     names = itertools.cycle([name for name in LAYOUTS if options.layouts in name])
     ways = itertools.cycle(row.ways)
     while len(tries) < options.tries:
         layout = next(names)
-        if layout not in known:
-            known[layout] = undisturbed(row, layout)
-        for each in chain(row, layout, ways, known[layout], draw):
+        for each in chain(row, layout, ways, options.tries - len(tries), draw):
             tries.append(each)
             print(
                 f"{len(tries):>4}  {layout:<30} {each.way:<21} {each.result:<6} after {each.steps:>2} steps"

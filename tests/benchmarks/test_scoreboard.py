@@ -17,7 +17,7 @@ SCOREBOARD = Path(__file__).parents[2] / "benchmarks" / "scoreboard"
     [
         (
             "ends.py",
-            "--launchers run --ways exception,SIGKILL --others lock --within-s 60",
+            "--launchers run --ways exception,SIGKILL --others lock --within-s 60 --words",
             "2 of 2 ended as they should",
         ),
         (
