@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -163,22 +162,22 @@ def disturbed(directory: Path, row: Row, layout: str, way: str, after_s: float, 
     return Try(layout, way, "exact", steps, was_saving)
 
 
-def chain(row: Row, layout: str, ways: Iterator[str], most: int, draw: random.Random) -> list[Try]:
-    """Disturb a run again and again, at most so often, until it comes to its end; and compare."""
+def chain(row: Row, layout: str, ways: list[str], draw: random.Random) -> list[Try]:
+    """Disturb a run again and again, in these ways, until it comes to its end; and compare."""
     expected = undisturbed(row, layout)
     tries: list[Try] = []
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "run"
-        while True:
-            if len(tries) == most:
-                finish(directory, row, layout, "--resume")
-                return compared(tries, course(directory), expected)
-            found = disturbed(directory, row, layout, next(ways), draw.uniform(0, row.within_s), draw)
+        for way in ways:
+            found = disturbed(directory, row, layout, way, draw.uniform(0, row.within_s), draw)
             if found.result == "through":
-                return compared(tries, course(directory), expected)
+                break
             tries.append(found)
             if found.result == "wrong":
                 return tries
+        else:
+            finish(directory, row, layout, "--resume")
+        return compared(tries, course(directory), expected)
 
 
 def compared(tries: list[Try], found: Course, expected: Course) -> list[Try]:
@@ -213,10 +212,10 @@ def main() -> None:
     draw, row = random.Random(options.seed), PREEMPTIONS if options.asked else KILLS
     tries: list[Try] = []
     names = itertools.cycle([name for name in LAYOUTS if options.layouts in name])
-    ways = itertools.cycle(row.ways)
+    ways = list(itertools.islice(itertools.cycle(row.ways), options.tries))
     while len(tries) < options.tries:
         layout = next(names)
-        for each in chain(row, layout, ways, options.tries - len(tries), draw):
+        for each in chain(row, layout, ways[len(tries) :], draw):
             tries.append(each)
             print(
                 f"{len(tries):>4}  {layout:<30} {each.way:<21} {each.result:<6} after {each.steps:>2} steps"
