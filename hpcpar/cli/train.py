@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ import click
 
 from hpcpar import errors
 from hpcpar.launch import restart, slurm
-from hpcpar.launch.signals import SIGNALS, EarlySignals
+from hpcpar.launch.signals import SIGNALS, SignalListener
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -125,9 +124,7 @@ def train(
     if dry_run or machine:
         return _dry_run(asked, machine)
     # What follows takes seconds, on many nodes minutes, in which a signal shall not end the job.
-    with ExitStack() as stack:
-        early = EarlySignals(SIGNALS)
-        stack.callback(early.close)
+    with SignalListener(SIGNALS) as listener:
         try:
             import hpcpar
             import hpcpar.training  # torch with it
@@ -136,7 +133,9 @@ def train(
         except KeyboardInterrupt:
             click.echo("hpcpar train: Ctrl-C before the run began", err=True)
             return INTERRUPTED
-        return _train(asked, resume, world, early, stack)
+        status = _train(asked, resume, world, listener)
+        listener.close(ignore=True)  # nothing is left that a signal could stop
+        return status
 
 
 @dataclass(frozen=True)
@@ -221,13 +220,7 @@ def _dry_run(asked: Asked, machine: str | None) -> int:
     return 0
 
 
-def _train(
-    asked: Asked,
-    resume: bool,
-    world: Communicator,
-    early: EarlySignals,
-    stack: ExitStack,
-) -> int:
+def _train(asked: Asked, resume: bool, world: Communicator, listener: SignalListener) -> int:
     from hpcpar.cli.console import own_console
     from hpcpar.training import runs
 
@@ -242,18 +235,19 @@ def _train(
                 click.echo(f"{starter} started this job again ({variable}={number}): as with --resume")
     try:
         configs = asked.stages(world)
-        preemption = _preemption(configs[0].train.preemptible, world, early, stack)
+        preemption = _preemption(configs[0].train.preemptible, world, listener)
     except ASKED_WRONGLY as error:
         _say_once(error, world)
         return CANNOT_WORK
-    stages = runs(configs, world, resume=resume, console=own_console(), preemption=preemption)
     steps_done = 0
-    while (result := _train_next(stages, world, preemption)) is not None:
-        if isinstance(result, int):
-            return result
-        steps_done = result.steps
-    is_left = steps_done < configs[-1].train.last_step  # also where the next stage is for another job
-    return preemption.exit_status if is_left and preemption.has_agreed else 0
+    with preemption:
+        stages = runs(configs, world, resume=resume, console=own_console(), preemption=preemption)
+        while (result := _train_next(stages, world, preemption)) is not None:
+            if isinstance(result, int):
+                return result
+            steps_done = result.steps
+        is_left = steps_done < configs[-1].train.last_step  # also where the next stage is for another job
+        return preemption.exit_status if is_left and preemption.has_agreed else 0
 
 
 def _train_next(stages: Iterator[Run], world: Communicator, preemption: Preemption) -> Outcome | int | None:
@@ -295,14 +289,13 @@ def _say_once(error: Exception, world: Communicator) -> None:
         click.echo(f"hpcpar train: {error}", err=True)
 
 
-def _preemption(wanted: bool, world: Communicator, early: EarlySignals, stack: ExitStack) -> Preemption:
+def _preemption(wanted: bool, world: Communicator, listener: SignalListener) -> Preemption:
     """Handle signals as the configuration says from here on, and the one that came early. Collective."""
     from hpcpar.comm.preemption import Preemption
 
-    heard = early.close()
-    preemption = stack.enter_context(Preemption(world, SIGNALS if wanted else ()))
-    if heard is not None and wanted:
-        preemption.request(heard.name)
-    elif heard is not None:
-        os.kill(os.getpid(), heard)
-    return preemption
+    if wanted:
+        return Preemption(world, listener)
+    listener.close()
+    if listener.heard is not None:
+        os.kill(os.getpid(), listener.heard)
+    return Preemption(world, ())

@@ -41,11 +41,15 @@ START_IT_AGAIN, INTERRUPTED = 1, 2
 """The answers that ask for a stop: by the machine, and by a person."""
 
 
+def _nothing() -> None: ...
+
+
 class Preemption:
     """Agreement among all ranks of `comm` whether this job is to stop. Making one is collective.
 
     signals     that ask for it, on any rank; () = `request()` alone does. Where there are some it takes
-                the main thread; `hpcpar.launch.signals` tells what becomes of their handlers meanwhile
+                the main thread; `hpcpar.launch.signals` tells what becomes of their handlers meanwhile. Or
+                a SignalListener that is there already, and stays: what it has heard asks, too
     requested   what this rank has heard for itself: the signal, or None
 
     The first signal asks. One that comes more than 5 s after it ends the whole job at once, with status
@@ -55,7 +59,9 @@ class Preemption:
     delay       the step in which the signal arrives and one more
     """
 
-    def __init__(self, comm: Communicator, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def __init__(
+        self, comm: Communicator, signals: Sequence[signal.Signals] | SignalListener = SIGNALS
+    ) -> None:
         own = comm.split(0, name="preemption")
         assert own is not None, "every rank is in it"
         self.comm = own
@@ -63,7 +69,12 @@ class Preemption:
         self._agreed = 0
         self._question = np.zeros(QUESTION_NBYTES, dtype=np.uint8)
         self._answer: Handle | None = None
-        self._listener = SignalListener(signals, self._hear, self._end_at_once) if signals else None
+        self._stop_listening = _nothing
+        if isinstance(signals, SignalListener):
+            signals.tell(self._hear, self._end_at_once)
+            self._stop_listening = signals.tell
+        elif signals:
+            self._stop_listening = SignalListener(signals, self._hear, self._end_at_once).close
         if signals:
             tell_launcher()
 
@@ -129,10 +140,6 @@ class Preemption:
             self.close()
         else:  # `close` is collective, and the other ranks may never come to it
             self._stop_listening()
-
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
 
     def _hear(self, number: signal.Signals) -> None:
         self.request(number.name)

@@ -39,12 +39,24 @@ _SIGACTION_NBYTES = 1024
 """More than any system's `struct sigaction` has."""
 
 
+def _wait_to_be_told(number: signal.Signals) -> None:
+    """Do nothing: the listener keeps the signal for `tell`."""
+
+
+def _end_process(number: signal.Signals) -> None:
+    os._exit(128 + number)
+
+
 class SignalListener:
     """Reports the first of some signals, and the next one that is not the same still.
 
     signals   that are listened for; all others, SIGINT among them, stay as they are
     first     called in the listener's thread with the first of them
-    second    called there with each that comes later than `same_within_s` after the first
+    second    called there with each that comes later than `same_within_s` after the first; ends the process
+              where nobody has said otherwise
+
+    Without `first` and `second` it keeps a signal for whom `tell` names later: for while Python's packages
+    and MPI start, which may take minutes on many nodes.
 
     Only the main thread may make one, and close it. What handled these signals before is put aside
     meanwhile, not called; a wake-up descriptor that was set before (asyncio's) still gets every number.
@@ -56,8 +68,8 @@ class SignalListener:
     def __init__(
         self,
         signals: Sequence[signal.Signals],
-        first: Act,
-        second: Act,
+        first: Act = _wait_to_be_told,
+        second: Act = _end_process,
         *,
         same_within_s: float = SAME_WITHIN_S,
     ) -> None:
@@ -68,7 +80,9 @@ class SignalListener:
             )
         self._first, self._second = first, second
         self._same_within_s = same_within_s
-        self._heard_s: float | None = None
+        self._lock = threading.Lock()
+        self.heard: signal.Signals | None = None
+        self._heard_s = 0.0
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._before = {number: _Disposition(number) for number in signals}
@@ -82,11 +96,18 @@ class SignalListener:
         self._thread.start()
         _close_in_children(self)
 
-    def close(self) -> None:
-        """Signals are handled as before; the thread has ended when this returns."""
+    def tell(self, first: Act = _wait_to_be_told, second: Act = _end_process) -> None:
+        """Call these from now on; `first` at once with the signal that was heard already, if one was."""
+        with self._lock:
+            self._first, self._second = first, second
+            if self.heard is not None:
+                first(self.heard)
+
+    def close(self, *, ignore: bool = False) -> None:
+        """Signals are handled as before, or ignored from now on; the thread has ended when this returns."""
         if self._reader.fileno() < 0 or os.getpid() != self._pid:
             return
-        self._restore()
+        self._restore(ignore)
         self._writer.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -100,18 +121,21 @@ class SignalListener:
     ) -> None:
         self.close()
 
-    def _restore(self) -> None:
+    def _restore(self, ignore: bool = False) -> None:
         # Whoever has set another descriptor since then keeps it.
         current = signal.set_wakeup_fd(-1)
         wanted = self._wakeup_before if current == self._writer.fileno() else current
         with suppress(OSError, ValueError):  # its owner has closed it without a word
             signal.set_wakeup_fd(wanted, warn_on_full_buffer=False)
-        for disposition in self._before.values():
-            disposition.restore()
+        for number, disposition in self._before.items():
+            if ignore:
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                disposition.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal in the main thread, for a wake-up descriptor that is another's now."""
-        if self._heard_s is None:
+        if self.heard is None:
             with suppress(OSError):
                 self._writer.send(bytes([number]))
 
@@ -126,11 +150,12 @@ class SignalListener:
 
     def _hear(self, number: signal.Signals) -> None:
         now_s = time.monotonic()
-        if self._heard_s is None:
-            self._heard_s = now_s
-            self._first(number)
-        elif now_s - self._heard_s > self._same_within_s:
-            self._second(number)
+        with self._lock:
+            if self.heard is None:
+                self.heard, self._heard_s = number, now_s
+                self._first(number)
+            elif now_s - self._heard_s > self._same_within_s:
+                self._second(number)
 
     def _let_go(self) -> None:
         """In a forked child, which has copies of the descriptors and no thread."""
@@ -140,26 +165,6 @@ class SignalListener:
                 signal.signal(number, signal.SIG_IGN)
         self._writer.close()
         self._reader.close()
-
-
-class EarlySignals:
-    """Notes a signal that comes before anybody can act on it; a second one ends the process.
-
-    For while Python's packages and MPI start, which may take minutes on many nodes. Main thread only.
-    """
-
-    def __init__(self, signals: Sequence[signal.Signals]) -> None:
-        self._heard: signal.Signals | None = None
-        self._listener = SignalListener(signals, self._note, lambda number: os._exit(128 + number))
-
-    def close(self) -> signal.Signals | None:
-        """Signals are handled as before; the one that has come meanwhile."""
-        self._listener.close()
-        heard, self._heard = self._heard, None
-        return heard
-
-    def _note(self, number: signal.Signals) -> None:
-        self._heard = number
 
 
 class _Disposition:

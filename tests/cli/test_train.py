@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpcpar.cli.train import CANNOT_WORK, FAILED, train
 from hpcpar.comm import Communicator
 from hpcpar.comm.preemption import INTERRUPT_SAME_WITHIN_S
 from hpcpar.errors import MismatchError, OperationError, ScheduleError
+from hpcpar.launch.signals import SIGNALS
 from hpcpar.training import run_directory, trainer
 from hpcpar.training.metrics import Metrics, records_of
 from tests.command import run, until
@@ -51,6 +53,15 @@ def config(tmp_path: Path) -> Path:
     output = f'[output]\ndirectory = "{tmp_path / "run"}"\n'
     path.write_text(RUN.replace("[data]\nheld_out = 0.3\n", places) + output)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before() -> Iterator[None]:
+    """The command ignores them once its run is over: programs that are started later would do so, too."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:

@@ -124,6 +124,7 @@ PROGRAM = """
 import os, sys, time
 import numpy as np
 import hpcpar
+from hpcpar.launch.signals import SIGNALS, SignalListener
 
 def kill_in_a_while(after_s, numbers):
     if os.fork() == 0:
@@ -133,8 +134,8 @@ def kill_in_a_while(after_s, numbers):
         os._exit(0)
 
 world = hpcpar.init()
-with hpcpar.Preemption(world) as preemption:
-    preemption._listener._same_within_s = 0.5
+listener = SignalListener(SIGNALS, same_within_s=0.5)
+with hpcpar.Preemption(world, listener) as preemption:
     for step in range(5000):  # nobody comes to the end, however late a signal is
         world.allreduce(np.ones(1000))
         time.sleep(0.01)

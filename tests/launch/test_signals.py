@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.launch.signals import STOPS_ON_USR1, EarlySignals, SignalListener, tell_launcher
+from hpcpar.launch.signals import STOPS_ON_USR1, SignalListener, tell_launcher
 from tests.command import until
 
 USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
@@ -185,13 +185,32 @@ def test_a_listener_that_is_closed_leaves_no_thread_and_may_be_closed_again(hear
     assert "hpcpar signals" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_signal_that_comes_early_is_noted_for_later() -> None:
-    early = EarlySignals((USR1, TERM))
-    os.kill(os.getpid(), TERM)
-    until(lambda: early._heard)
-    assert early.close() is TERM
-    assert early.close() is None
+def test_a_signal_that_comes_early_is_kept_for_whom_is_to_be_told(heard: Heard) -> None:
+    with SignalListener((USR1, TERM)) as listener:
+        os.kill(os.getpid(), TERM)
+        until(lambda: listener.heard)
+        listener.tell(heard.firsts.append, heard.seconds.append)
+        os.kill(os.getpid(), USR1)  # the same still
+        time.sleep(0.1)
+        assert (heard.firsts, heard.seconds) == ([TERM], [])
+        listener._same_within_s = 0.1
+        os.kill(os.getpid(), USR1)
+        until(lambda: heard.seconds)
+    assert (heard.firsts, heard.seconds) == ([TERM], [USR1])
     assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [USR1, TERM])
+def test_a_process_that_is_done_may_ignore_what_comes_then(number: signal.Signals) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from hpcpar.launch.signals import SignalListener\n"
+        f"listener = SignalListener(({int(number)},))\n"
+        "listener.close(ignore=True)\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+        "sys.exit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
 
 
 def test_the_launcher_is_told_in_the_runs_directory_if_there_is_one(tmp_path: Path) -> None:
