@@ -44,8 +44,8 @@ class PendingResult:
         return self.finish()
 
 
-def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> PendingResult:
-    """The sum over all ranks.
+def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False, op: str = "sum") -> PendingResult:
+    """The sum over all ranks, or what another `op` makes of it.
 
     consume   the tensor is the caller's to give away, and may hold the result
     """
@@ -53,9 +53,18 @@ def start_sum(tensor: Tensor, comm: Communicator, *, consume: bool = False) -> P
         return PendingResult(None, lambda: tensor)
     source = tensor.detach().contiguous()
     if consume or source.data_ptr() != tensor.data_ptr():
-        return PendingResult(comm.start_allreduce(source), lambda: source)
+        return PendingResult(comm.start_allreduce(source, op), lambda: source)
     total = torch.empty_like(source)
-    return PendingResult(comm.start_allreduce(source, out=total), lambda: total)
+    return PendingResult(comm.start_allreduce(source, op, out=total), lambda: total)
+
+
+def summed(tensor: Tensor, comm: Communicator, *, consume: bool = False, op: str = "sum") -> Tensor:
+    """`start_sum`, awaited; a small tensor goes through a scratch buffer. Collective."""
+    summand = Summand(tensor.shape, tensor, comm)
+    if not summand.is_scratch:
+        return start_sum(tensor, comm, consume=consume, op=op).wait()
+    summand.tensor.copy_(tensor)
+    return summand.start(op).wait()
 
 
 class Summand:
@@ -69,13 +78,18 @@ class Summand:
         self._edges = (0, math.prod(shape))
         self._buffer = scratch.take(comm, "sum", self._edges, like, largest=LARGEST_STAGED_SUM_NBYTES)
         flat = like.new_empty(self._edges[-1]) if self._buffer is None else self._buffer.whole
-        self.tensor = flat.view(*shape)
+        self.tensor = flat.view(shape)
 
-    def start(self) -> PendingResult:
+    @property
+    def is_scratch(self) -> bool:
+        """Whether the tensor lies in memory that collectives have met before."""
+        return self._buffer is not None
+
+    def start(self, op: str = "sum") -> PendingResult:
         buffer = self._buffer
         if buffer is None or self._comm.size == 1:
-            return start_sum(self.tensor, self._comm, consume=True)
-        return PendingResult(self._comm.start_allreduce(buffer.whole), lambda: self._leave(buffer))
+            return start_sum(self.tensor, self._comm, consume=True, op=op)
+        return PendingResult(self._comm.start_allreduce(buffer.whole, op), lambda: self._leave(buffer))
 
     def _leave(self, buffer: scratch.ScratchBuffer) -> Tensor:
         total = self.tensor.clone()

@@ -29,8 +29,8 @@ from hpcpar.autograd.dim_collectives import (
     exchanged,
     own_part,
     start_gather,
-    start_sum,
     start_sum_scatter,
+    summed,
 )
 from hpcpar.autograd.grad_accumulation_fusion import no_view
 from hpcpar.errors import OperationError
@@ -123,7 +123,7 @@ class _ReduceFrom(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return start_sum(tensor, comm).wait()
+        return summed(tensor, comm)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

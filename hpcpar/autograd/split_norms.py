@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.dim_collectives import summed
 from hpcpar.errors import OperationError
 from hpcpar.parameter_info import info_of
 
@@ -66,7 +67,7 @@ def norm_of_parts(
         over_comm = [spread for spread in sums if spread.shards_over is comm]
         values = torch.stack([sums[spread] for spread in over_comm])
         for spread, value in zip(
-            over_comm, values if comm is None else summed(values, comm, largest=largest), strict=True
+            over_comm, values if comm is None else _combined(values, comm, largest=largest), strict=True
         ):
             by_kind[spread.kind] = add(by_kind[spread.kind], value) if spread.kind in by_kind else value
     total = combined_over(by_kind, largest=largest)
@@ -83,7 +84,7 @@ def combined_over(sums: Mapping[Kind, Tensor], *, largest: bool) -> Tensor:
     open_sums = dict(sums)
     for comm in in_common_order(list(sums)):
         due = [kind for kind in open_sums if kind and kind[0] is comm]
-        combined = summed(torch.stack([open_sums.pop(kind) for kind in due]), comm, largest=largest)
+        combined = _combined(torch.stack([open_sums.pop(kind) for kind in due]), comm, largest=largest)
         for kind, total in zip(due, combined, strict=True):
             rest = kind[1:]
             open_sums[rest] = add(open_sums[rest], total) if rest in open_sums else total
@@ -107,13 +108,13 @@ def in_common_order(kinds: Sequence[Kind]) -> list[Communicator]:
         ) from error
 
 
-def summed(values: Tensor, comm: Communicator, *, largest: bool) -> Tensor:
+def _combined(values: Tensor, comm: Communicator, *, largest: bool) -> Tensor:
     """The sum, or the largest, of each value over the ranks; a NaN on one rank is one on all. Collective."""
     if not largest:
-        return comm.allreduce(values.clone())  # type: ignore[no-any-return]
+        return summed(values, comm)
     # A maximum over ranks may lose a NaN, a sum never does.
-    lost = comm.allreduce(values.isnan().double())
-    found = comm.allreduce(values.nan_to_num(nan=0.0, posinf=math.inf), "max")
+    lost = summed(values.isnan().double(), comm)
+    found = summed(values.nan_to_num(nan=0.0, posinf=math.inf), comm, op="max")
     return torch.where(lost > 0, math.nan, found)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.dim_collectives import summed
 from hpcpar.autograd.split_norms import (
     Spread,
     in_common_order,
@@ -112,7 +113,7 @@ class GradientNorm:
         broken = torch.tensor([sum(not is_finite(flat) for flat in flats)], dtype=torch.float64)
         sharded_over = dict.fromkeys(spread.shards_over for spread in self._spreads if spread.shards_over)
         for comm in [*sharded_over, *self._split_over]:
-            comm.allreduce(broken)
+            broken = summed(broken, comm, consume=True)
         return not broken.item()
 
     def gathered(self, value: T) -> set[T]:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.dim_collectives import summed
 from hpcpar.autograd.recompute import first_time
 from hpcpar.comm import Communicator
 from hpcpar.expert_parallel.balance import Balance, updated_bias
@@ -191,7 +192,4 @@ class Balancing:
 
 
 def _summed(tensor: Tensor, comm: Communicator | None) -> Tensor:
-    """Return the sum over ranks, in the tensor's own memory."""
-    if comm is not None and comm.size > 1:
-        comm.allreduce(tensor)
-    return tensor
+    return tensor if comm is None else summed(tensor, comm, consume=True)

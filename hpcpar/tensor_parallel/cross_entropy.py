@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd import gather_from
+from hpcpar.autograd.dim_collectives import summed
 from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import Split, padded_length, split_evenly
@@ -120,7 +121,7 @@ class _CrossEntropy(Function):
         held = split.held(comm.rank)
         known = logits[..., :held]
         highest = known.amax(-1) if held else logits.new_full(targets.shape, -torch.inf)
-        comm.allreduce(highest, "max")
+        highest = summed(highest, comm, consume=True, op="max")
         shares = torch.empty_like(logits)
         torch.sub(known, highest.unsqueeze(-1), out=shares[..., :held])
         shares[..., held:] = 0.0  # padding has no share
@@ -130,8 +131,8 @@ class _CrossEntropy(Function):
         place = place.masked_fill(~own, 0)
         of_target = shares.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
         shares[..., :held].exp_()
-        sums = torch.stack([shares.sum(-1), of_target, *([] if of_vocabulary is None else [of_vocabulary])])
-        comm.allreduce(sums)
+        own_sums = [shares.sum(-1), of_target, *([] if of_vocabulary is None else [of_vocabulary])]
+        sums = summed(torch.stack(own_sums), comm, consume=True)
         total, of_target = sums[0], sums[1]
         log_total = total.log()
         losses = log_total - of_target
