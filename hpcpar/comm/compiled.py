@@ -266,6 +266,7 @@ class CompiledCollective:
             nbytes_sent=self.tally.nbytes_sent,
             algorithm=self.by,
             blocking=self.handle is None,
+            **({} if self.is_message else {"comm": self.comm_id, "call": self.number}),
         )
 
     @property

@@ -8,8 +8,9 @@ collectives in flight at once, and one for when its program stood still for them
              communication 2                |allreduce dp gradients|
              waiting                                  |allreduce …|
 
-Counters have the bytes of what autograd saves, and after each step those of the model state. In a pipeline
-arrows lead from each action to the next stage's that has its activation or gradient.
+Counters have the bytes of what autograd saves, and after each step those of the model state. Arrows lead from
+the rank that came last to a collective to the others, which it kept waiting; in a pipeline also from each
+action to the next stage's that has its activation or gradient.
 
 source   Trace Event Format (Google, 2016), "complete" events: ph = X, ts and dur in microseconds;
          counters: C; flows: s and f
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcpar.comm import Communicator, Trace, TraceEvent
 from hpcpar.comm.accounting import COUNTER
@@ -30,6 +31,9 @@ from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.timetable import name_event, span_event, trace_file
 
 COMPUTE = "compute"
+
+WITHIN = 0.999
+"""A viewer wants the end of an arrow within the event."""
 
 
 @contextmanager
@@ -103,16 +107,52 @@ def trace_events(rank: int, events: Sequence[TraceEvent], *, origin_s: float) ->
     ]
 
 
+class Arrow(NamedTuple):
+    """From a moment in one event to a moment in another rank's; in microseconds."""
+
+    name: str
+    category: str
+    source: dict[str, Any]
+    leaves: float
+    target: dict[str, Any]
+    arrives: float
+
+
 def flow_events(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the arrows between events of all ranks."""
+    complete = [event for event in events if event["ph"] == "X"]
+    for number, arrow in enumerate([*pipeline_arrows(complete), *collective_arrows(complete)], 1):
+        common = {"name": arrow.name, "cat": arrow.category, "id": number}
+        for event, end in (
+            (arrow.source, {"ph": "s", "ts": arrow.leaves}),
+            (arrow.target, {"ph": "f", "bp": "e", "ts": arrow.arrives}),
+        ):
+            yield common | end | {key: event[key] for key in ("pid", "tid")}
+
+
+def collective_arrows(events: Sequence[dict[str, Any]]) -> Iterator[Arrow]:
+    """Yield arrows from the rank that came last to each collective to the ends of the others."""
+    calls: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if "call" in event["args"]:
+            calls[event["args"]["comm"], event["args"]["call"]].append(event)
+    for found in calls.values():
+        last = max(found, key=lambda event: event["ts"])
+        for event in found:
+            if event["pid"] != last["pid"]:
+                arrives = max(last["ts"], event["ts"] + WITHIN * event["dur"])
+                yield Arrow("came last", "communication", last, last["ts"], event, arrives)
+
+
+def pipeline_arrows(events: Sequence[dict[str, Any]]) -> Iterator[Arrow]:
     """Yield arrows from the actions of pipelines to those that use what they send, on other ranks.
 
     events   of all ranks. The k-th 0F3 of a pipeline sends to its k-th 1F3, and a 1B3 to its 0B3.
     """
     times: dict[tuple[int, Action], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event["ph"] == "X" and "pipeline" in event["args"]:
+        if "pipeline" in event["args"]:
             times[event["args"]["pipeline"], Action.parse(event["name"])].append(event)
-    number = 0
     for (pipeline, (stage, kind, microbatch)), sent in times.items():
         if kind == "W":
             continue
@@ -121,12 +161,8 @@ def flow_events(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         used = times.get((pipeline, Action(following, kind, microbatch)), ())
         for source, target in zip(sent, used, strict=False):
             if source["pid"] != target["pid"]:
-                number += 1
-                common = {"name": name, "cat": "pipeline", "id": number}
-                left = source["ts"] + 0.999 * source["dur"]  # a viewer wants it within the event
-                yield common | {"ph": "s", "ts": left} | {key: source[key] for key in ("pid", "tid")}
-                end = {"ph": "f", "bp": "e", "ts": target["ts"]}
-                yield common | end | {key: target[key] for key in ("pid", "tid")}
+                leaves = source["ts"] + WITHIN * source["dur"]
+                yield Arrow(name, "pipeline", source, leaves, target, target["ts"])
 
 
 def lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,38 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
             ("allreduce world", "communication"),
         }
     assert all(e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_arrows_lead_from_who_came_last_to_a_collective_to_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+
+    def work(comm: Communicator) -> None:
+        halves = comm.split(comm.rank // 2, name="half")
+        assert halves is not None
+        timeline = StepTimeline(comm)
+        for last in (2, 0):
+            if comm.rank == last:
+                time.sleep(0.2)
+            comm.allreduce(torch.ones(5))
+        if comm.rank == 1:
+            time.sleep(0.2)
+        halves.allreduce(torch.ones(5))
+        timeline.write(path)
+
+    run_loopback(3, work)
+    events = json.loads(path.read_text())["traceEvents"]
+    starts, ends = ([each for each in events if each["ph"] == kind] for kind in "sf")
+    assert [each["id"] for each in starts] == [each["id"] for each in ends]
+    assert {each["name"] for each in starts} == {"came last"}
+    pairs = [(start["pid"], end["pid"]) for start, end in zip(starts, ends, strict=True)]
+    assert pairs == [(2, 0), (2, 1), (0, 1), (0, 2), (1, 0)]
+    for start, end in zip(starts, ends, strict=True):
+        assert start["ts"] <= end["ts"]
+        assert any(
+            each["ts"] <= end["ts"] <= each["ts"] + each["dur"] and each["name"].startswith("allreduce")
+            for each in events
+            if each["ph"] == "X" and (each["pid"], each["tid"]) == (end["pid"], end["tid"])
+        )
 
 
 def test_ranks_of_a_node_count_from_one_moment() -> None:
