@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -201,8 +201,7 @@ def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     candidates = [
         (name, path)
-        for name, path in _walk(root, endings=(".py",))
-        if not LEFT_OUT_OF_STANDARD_LIBRARY.intersection(Path(name).parts)
+        for name, path in _walk(root, endings=(".py",), without=LEFT_OUT_OF_STANDARD_LIBRARY)
     ]
     chosen, total = [], 0
     for name, path in sorted(candidates, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
@@ -269,23 +268,33 @@ def _left_out(root: Path, descriptions: Sequence[str], others: Sequence[str]) ->
 
 
 def _walk(
-    root: Path, *, endings: tuple[str, ...], others: list[str] | None = None
+    root: Path,
+    *,
+    endings: tuple[str, ...],
+    others: list[str] | None = None,
+    without: Collection[str] = (),
 ) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of files with these endings, in any case; the other names go to `others`."""
+    """Yield (name, path) of files with these endings, in any case; the other names go to `others`.
+
+    without   names of files and directories that are passed over
+    """
 
     def warn(error: OSError) -> None:
         logger.warning("%s is left out: it cannot be listed (%s)", error.filename, error.strerror)
 
     for directory, subdirectories, files in os.walk(root, onerror=warn):
-        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        subdirectories[:] = sorted(
+            name for name in subdirectories if not name.startswith(".") and name not in without
+        )
         for name in subdirectories:
             if (link := Path(directory, name)).is_symlink():
                 logger.warning("%s is left out: links to directories are not followed; name it itself", link)
+        inside = Path(directory).relative_to(root)
         for file in sorted(files):
             path = Path(directory, file)
-            if file.startswith(".") or not path.is_file():
+            if file.startswith(".") or file in without or not path.is_file():
                 continue
-            name = path.relative_to(root).as_posix()
+            name = (inside / file).as_posix()
             if file.lower().endswith(endings):
                 yield name, path
             elif others is not None:
