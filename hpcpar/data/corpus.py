@@ -200,8 +200,7 @@ def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     candidates = [
-        (name, path)
-        for name, path in _walk(root, endings=(".py",), without=LEFT_OUT_OF_STANDARD_LIBRARY)
+        (name, path) for name, path in _walk(root, endings=(".py",), without=LEFT_OUT_OF_STANDARD_LIBRARY)
     ]
     chosen, total = [], 0
     for name, path in sorted(candidates, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
