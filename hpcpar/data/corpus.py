@@ -199,9 +199,7 @@ def standard_library(*, limit_nbytes: int = 8 * MiB) -> Corpus:
     `limit_nbytes`, so that the part is mixed and always the same.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    candidates = [
-        (name, path) for name, path in _walk(root, endings=(".py",), without=LEFT_OUT_OF_STANDARD_LIBRARY)
-    ]
+    candidates = _walk(root, endings=(".py",), without=LEFT_OUT_OF_STANDARD_LIBRARY)
     chosen, total = [], 0
     for name, path in sorted(candidates, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
         size = _size(path)
