@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpcpar.cli.picture import Output
     from hpcpar.comm import Communicator
 
 Player = TypeVar("Player")
@@ -43,14 +46,31 @@ def output_file(text: str) -> Path:
     return path
 
 
-def picture_file(text: str) -> Path:
-    """Parse the path of a picture: PNG, SVG or PDF by its suffix."""
+def add_picture_options(parser: argparse.ArgumentParser) -> None:
+    """Add --output, a file that can be written now, and --dark, as `hpcpar draw` has them."""
+    parser.add_argument(
+        "--output", type=_picture_file, metavar="FILE", help="draw into this file (.svg, .png, .pdf)"
+    )
+    parser.add_argument("--dark", action="store_true", help="the picture is light on dark")
+
+
+def write_picture(options: argparse.Namespace, draw: Callable[[], Figure]) -> None:
+    """Draw into the file of --output, where one is given."""
+    if options.output is not None:
+        from hpcpar.cli.picture import Output, save
+
+        save(draw(), Output(options.output, options.dark))
+
+
+def _picture_file(text: str) -> Path:
+    from hpcpar.cli.picture import Output
+
     path = Path(text)
-    _require_writable(picture=path)
+    _require_writable(picture=Output(path))
     return path
 
 
-def _require_writable(*paths: Path, picture: Path | None = None) -> None:
+def _require_writable(*paths: Path, picture: Output | None = None) -> None:
     # Imported here: a peer's Python may have no hpcpar.
     from hpcpar.cli.bench import require_writable
     from hpcpar.errors import ConfigError

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcpar.cli.picture import STATE_COLOURS, legend, new_figure, patches
 from hpcpar.planner.memory import STATE
 from hpcpar.units import MiB, format_nbytes
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 """A line of the benchmark: what it says of itself, and a memory report as plain values."""
 
-COLOURS = dict(zip(STATE, ("tab:blue", "tab:orange", "tab:green"), strict=True))
+COLOURS = dict(zip(STATE, STATE_COLOURS, strict=True))
 
 BEYOND = {
-    "peak_staging_nbytes": ("gradients on their way", "//", "tab:orange"),
-    "peak_gathered_nbytes": ("units in flight", "\\\\", "tab:blue"),
-    "peak_offload_nbytes": ("blocks from disk", "..", "tab:green"),
+    "peak_staging_nbytes": ("gradients on their way", "//", COLOURS["gradients"]),
+    "peak_gathered_nbytes": ("units in flight", "\\\\", COLOURS["parameters"]),
+    "peak_offload_nbytes": ("blocks from disk", "..", COLOURS["optimizer state"]),
 }
 """What a rank needs beside the model state, at most: its name, hatching and colour."""
 
@@ -79,15 +79,10 @@ def bar(record: Record) -> Bar:
     return Bar(label, record["formula"], state, theory, beyond, on_disk)
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw a bar for each line into a file (PNG, SVG or PDF, by its name)."""
-    # Imported here, so that nothing but a picture waits for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(records: Sequence[Record]) -> Figure:
+    """Return a figure with a bar for each line."""
     bars = [bar(record) for record in records]
-    figure = Figure(figsize=(9.0, 1.5 + BAR_INCHES * max(1, len(bars))), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(1.5 + BAR_INCHES * max(1, len(bars)))
     axes = figure.add_subplot()
     for place, each in enumerate(bars):
         _draw_bar(axes, place, each)
@@ -100,8 +95,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
     axes.set_axisbelow(True)
     if bars:
         _legend(figure, bars)
-        axes.set_title(_title(records[0]), fontsize=10)
-    figure.savefig(path, dpi=120)
+        axes.set_title(_title(records[0]), fontsize=9)
+    return figure
 
 
 def _draw_bar(axes: Axes, place: int, shown: Bar) -> None:
@@ -146,7 +141,7 @@ def _legend(figure: Figure, bars: Iterable[Bar]) -> None:
 
     there = {name for each in bars for name in each.beyond}
     handles = [
-        *(Patch(color=colour, label=what) for what, colour in COLOURS.items()),
+        *patches(COLOURS),
         Patch(fill=False, edgecolor="black", label="formula"),
         *(
             Patch(facecolor="white", edgecolor=colour, hatch=hatch, label=f"{name}, at most")
@@ -154,7 +149,7 @@ def _legend(figure: Figure, bars: Iterable[Bar]) -> None:
             if name in there
         ),
     ]
-    figure.legend(handles=handles, fontsize=7, ncols=4, loc="outside lower center")
+    legend(figure, handles, columns=4)
 
 
 def _title(record: Record) -> str:

@@ -1,7 +1,7 @@
 """Throughput of ZeRO-3 with tensor parallelism against the degree: examples/fsdp_tp.py, on 4 ranks.
 
     python benchmarks/tensor_parallel_degree.py [--ranks 4] [--degrees 1 2 4] [--rounds 3]
-        [--json FILE] [--picture FILE] [-- --hidden 512 …]
+        [--json FILE] [--output FILE] [-- --hidden 512 …]
 
 Each degree is a job of its own, and the degrees are run in turn, round by round, so that a noisy machine
 touches all of them. What follows "--" goes to the example, otherwise 8 layers and no limit of memory.
@@ -20,11 +20,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import append_json, at_least, output_file, picture_file
+from common import add_picture_options, append_json, at_least, output_file, write_picture
 
+from hpcpar.cli.picture import ACTIVATIONS, FORWARD, MEASURED, new_figure
 from hpcpar.units import MiB, format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp_tp.py"
 
@@ -42,9 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="append a line for each job to this file"
     )
-    parser.add_argument(
-        "--picture", type=picture_file, metavar="FILE", help="draw into this file (PNG, SVG or PDF)"
-    )
+    add_picture_options(parser)
     parser.add_argument("example", nargs="*", help="options of the example, after --")
     return parser.parse_args()
 
@@ -93,20 +95,16 @@ def heading(record: Record) -> str:
     )
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw tokens per second, and memory of a rank, against the degree."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(records: Sequence[Record]) -> Figure:
+    """Return a figure of tokens per second, and memory of a rank, against the degree."""
+    figure = new_figure(4.0)
     speed, memory = figure.subplots(1, 2)
     of_rounds = by_degree(records, "tokens_per_s")
     places = {degree: place for place, degree in enumerate(of_rounds)}
     for degree, values in of_rounds.items():
-        speed.plot([places[degree]] * len(values), values, "o", color="tab:blue", alpha=0.3)
+        speed.plot([places[degree]] * len(values), values, "o", color=FORWARD, alpha=0.3)
     middle, steps = medians(records, "tokens_per_s"), medians(records, "median_s")
-    speed.plot([*places.values()], [*middle.values()], "-", color="tab:blue")
+    speed.plot([*places.values()], [*middle.values()], "-", color=FORWARD)
     for degree, value in middle.items():
         speed.annotate(
             f"{value:,.0f}\n{steps[degree]:.2f} s a step",
@@ -119,8 +117,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
     speed.set(ylabel="tokens/s, all ranks together")
     speed.set_ylim(0, 1.3 * max(max(values) for values in of_rounds.values()))
     for key, name, colour in (
-        ("added_nbytes", "all that the process took", "tab:grey"),
-        ("activations_nbytes", "activations", "tab:orange"),
+        ("added_nbytes", "all that the process took", MEASURED),
+        ("activations_nbytes", "activations", ACTIVATIONS),
     ):
         bars = [nbytes / MiB for nbytes in medians(records, key).values()]
         memory.bar([*places.values()], bars, width=0.6, color=colour, label=name)
@@ -132,7 +130,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         axes.margins(x=0.15)
         axes.grid(axis="y", alpha=0.3)
     figure.suptitle(heading(records[0]), fontsize=9)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def main() -> None:
@@ -154,8 +152,7 @@ def main() -> None:
     print(f"# {heading(first)}")
     print(table(records))
     append_json(options.json, records)
-    if options.picture is not None:
-        draw(records, options.picture)
+    write_picture(options, lambda: draw(records))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What each rank keeps in memory in each stage of ZeRO, measured, beside the formula.
 
     hpcpar run -n 4 benchmarks/zero_memory.py [--model 5m] [--precision bfloat16]
-        [--offload DIRECTORY] [--shared-parameters] [--json FILE] [--picture FILE]
+        [--offload DIRECTORY] [--shared-parameters] [--json FILE] [--output FILE]
 
 In every stage some steps are trained, on communicators of their own within the same job. Then every rank
 counts the bytes of its tensors, each storage once. Checked: on every rank the model state is the formula, up
@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_options, append_json, give_freed_memory_back, header, picture_file, print_header
+from common import (
+    add_options,
+    add_picture_options,
+    append_json,
+    give_freed_memory_back,
+    header,
+    print_header,
+    write_picture,
+)
 from memory_picture import draw
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +132,7 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="stages 1 to 3 also with parameters that all ranks have in common",
     )
-    parser.add_argument("--picture", type=picture_file, help="draw the bars into this file (PNG, SVG or PDF)")
+    add_picture_options(parser)
     return parser.parse_args()
 
 
@@ -295,8 +303,7 @@ def report(
         print(f"# {fault}")
     records = [{**about, **result.as_record()} for result in results]
     append_json(options.json, records)
-    if options.picture is not None:
-        draw(records, options.picture)
+    write_picture(options, lambda: draw(records))
 
 
 if __name__ == "__main__":

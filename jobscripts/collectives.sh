@@ -31,4 +31,4 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" OMP_NUM_THREADS="${SLURM_C
 hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar bench collectives \
     --collective allreduce --collective reduce_scatter --collective allgather --collective alltoall \
     --candidates chosen,native,mpi \
-    --json "runs/collectives-$SLURM_JOB_ID.jsonl" --picture "runs/collectives-$SLURM_JOB_ID.png" "$@"
+    --json "runs/collectives-$SLURM_JOB_ID.jsonl" --output "runs/collectives-$SLURM_JOB_ID.png" "$@"

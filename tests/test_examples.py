@@ -193,7 +193,7 @@ def test_a_llama_in_a_loop_of_ones_own_learns_the_same_on_any_mesh(run_ranks: Ru
 def test_the_degrees_are_run_in_turn_and_drawn(tmp_path: Path) -> None:
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "degrees.png"
     command = [sys.executable, str(ROOT / "benchmarks" / "tensor_parallel_degree.py"), "--ranks", "2"]
-    command += ["--degrees", "1", "2", "--rounds", "1", "--json", str(lines), "--picture", str(picture)]
+    command += ["--degrees", "1", "2", "--rounds", "1", "--json", str(lines), "--output", str(picture)]
     done = subprocess.run(
         [*command, "--", *TINY], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
     )

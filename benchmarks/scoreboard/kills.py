@@ -6,7 +6,7 @@
 
 Each layout is trained once undisturbed, over `hpcpar run -n 2`; then again, and one rank, drawn at random,
 gets SIGKILL at a random moment, while a checkpoint is saved after every step. The run goes on by --resume,
-and is killed again, until it comes to its end. With --asked the job is asked to stop instead, in eight ways
+and is killed again, until all steps are done. With --asked the job is asked to stop instead, in eight ways
 in turn, and saves then alone. (SIGTERM to mpiexec is none of them: Open MPI's kills the ranks within 0.3 s.)
 Each signal is a try:
 
@@ -71,7 +71,7 @@ class Row(NamedTuple):
     within_s: float
 
 
-KILLS = Row(("SIGKILL to a rank",), 10, ("output.checkpoint_every=1",), 2.0)
+KILLS = Row(("SIGKILL to a rank",), 20, ("output.checkpoint_every=1",), 1.5)
 PREEMPTIONS = Row(ASKED, 20, (), 0.5)
 
 Course = list[tuple[int, float, float]]
@@ -163,7 +163,7 @@ def disturbed(directory: Path, row: Row, layout: str, way: str, after_s: float, 
 
 
 def chain(row: Row, layout: str, ways: list[str], draw: random.Random) -> list[Try]:
-    """Disturb a run again and again, in these ways, until it comes to its end; and compare."""
+    """Disturb a run again and again, in these ways, until all of its steps are done; and compare."""
     expected = undisturbed(row, layout)
     tries: list[Try] = []
     with tempfile.TemporaryDirectory() as place:
@@ -175,8 +175,9 @@ def chain(row: Row, layout: str, ways: list[str], draw: random.Random) -> list[T
             tries.append(found)
             if found.result == "wrong":
                 return tries
-        else:
-            finish(directory, row, layout, "--resume")
+            if found.steps == row.steps:
+                break
+        finish(directory, row, layout, "--resume")
         return compared(tries, course(directory), expected)
 
 

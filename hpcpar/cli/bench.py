@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpcpar.cli import Commands, LazyGroup
+from hpcpar.cli.picture import Output, output_options, write
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.units import parse_nbytes
 
@@ -99,14 +100,14 @@ def _measuring(command: Any) -> Any:
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Plot bus bandwidth against size.")
+@output_options("Plot bus bandwidth against size (.svg, .png, .pdf).")
 def collectives(
     dtype: str,
     kind: str,
     candidates: tuple[str, ...],
     each_call: bool,
     json_file: Path | None,
-    picture: Path | None,
+    output: Output | None,
     **measuring: Any,
 ) -> int:
     """Measure collectives by size: hpcpar's algorithms, MPI's own and gloo, in turn.
@@ -114,15 +115,15 @@ def collectives(
     Start it on several ranks: `hpcpar run -n 4 -- -m hpcpar bench collectives`.
     """
     import hpcpar
-    from hpcpar.bench import plots
     from hpcpar.bench import sweep as table
+    from hpcpar.cli import bench_picture
     from hpcpar.transport.mpi_library import library_facts
 
     world = hpcpar.init()
     from hpcpar.bench import peers  # uses mpi4py by itself, and must find MPI started
 
     try:
-        _require_writable(world, json_file, picture=picture)
+        _require_writable(world, json_file, picture=output)
         options = _options(**measuring, dtype=dtype, kind=kind, candidates=candidates, singly=each_call)
         with peers.connected(world, candidates) as (others, said):
             facts = table.header(options, world, library_facts()["vendor"], said)
@@ -134,8 +135,7 @@ def collectives(
     if world.rank == 0:
         if json_file is not None:
             table.write_json(json_file, facts, rows)
-        if picture is not None:
-            plots.draw(rows, facts, picture)
+        write(output, lambda: bench_picture.draw(rows, facts))
     return 0
 
 
@@ -229,12 +229,12 @@ def _options(collectives: tuple[str, ...], **others: Any) -> SweepOptions:
     return SweepOptions(collectives=COLLECTIVES if "all" in collectives else collectives, **others)
 
 
-def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
+def require_writable(*paths: Path | None, picture: Output | None = None) -> None:
     """Raise ConfigError for files that could not be written later; create nothing.
 
     picture   must also have the suffix of a format that matplotlib can draw
     """
-    for path in filter(None, (*paths, picture)):
+    for path in filter(None, (*paths, picture and picture.path)):
         # os.path answers False, and does not raise, in a directory without search permission.
         place = path if os.path.exists(path) else path.parent
         if os.path.isdir(path) or not os.access(place, os.W_OK):
@@ -244,14 +244,15 @@ def require_writable(*paths: Path | None, picture: Path | None = None) -> None:
     if picture is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
-        if picture.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        suffix = picture.path.suffix
+        if suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
             raise ConfigError(
-                f"{picture} cannot be drawn: {picture.suffix or 'no suffix'} is no format of pictures; name "
-                "it .png, .svg or .pdf"
+                f"{picture.path} cannot be drawn: {suffix or 'no suffix'} is no format of pictures; name it "
+                ".png, .svg or .pdf"
             )
 
 
-def _require_writable(world: Communicator, *paths: Path | None, picture: Path | None = None) -> None:
+def _require_writable(world: Communicator, *paths: Path | None, picture: Output | None = None) -> None:
     """Check on rank 0, which writes; fail on all ranks. Collective."""
     with world.together("looking where to write"):
         if world.rank == 0:

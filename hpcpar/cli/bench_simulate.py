@@ -15,6 +15,7 @@ from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.algorithms.simulate import Crossover, Estimate, crossovers, estimates, fastest
 from hpcpar.algorithms.topology import Link, Topology
 from hpcpar.cli.bench import NOT_NEGATIVE, require_writable, to_nbytes
+from hpcpar.cli.picture import Output, output_options, write
 from hpcpar.errors import ConfigError
 from hpcpar.units import GB, format_duration, format_nbytes
 
@@ -43,7 +44,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--alpha-inter", type=NOT_NEGATIVE, default=5e-6, help="Seconds per message.")
 @click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, help="Seconds per byte.")
 @click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, help="Seconds per byte summed.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw time against bytes and ranks here.")
+@output_options("Draw time against bytes and ranks (.svg, .png, .pdf).")
 @click.option(
     "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."
 )
@@ -52,7 +53,7 @@ def simulate(
     collective: str,
     ranks: int,
     ranks_per_node: int,
-    picture: Path | None,
+    output: Output | None,
     picture_bytes: int | None,
     json_file: Path | None,
     **given: Any,
@@ -67,7 +68,7 @@ def simulate(
     if min_bytes > max_bytes:
         raise click.BadParameter(f"--min-bytes {min_bytes} is above --max-bytes {max_bytes}")
     try:
-        require_writable(json_file, picture=picture)
+        require_writable(json_file, picture=output)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
     intra, inter = (Link(given[f"alpha_{where}"], given[f"beta_{where}"]) for where in ("intra", "inter"))
@@ -81,13 +82,12 @@ def simulate(
     if json_file is not None:
         write_json(json_file, collective, topology, by_size)
         click.echo(f"written: {json_file}")
-    if picture is not None:
+    if output is not None:
         from hpcpar.cli import simulation_picture
 
         nbytes = picture_bytes or sizes[len(sizes) // 2]
         by_ranks: Table = {n: estimates(collective, n, nbytes, topology) for n in _rising(2, ranks, 2)}
-        simulation_picture.draw(picture, collective, by_size, by_ranks, found)
-        click.echo(f"drawn: {picture}")
+        write(output, lambda: simulation_picture.draw(collective, by_size, by_ranks, found))
 
 
 def _rising(first: int, last: int, factor: int) -> Iterator[int]:

@@ -106,7 +106,7 @@ def plan(model: str | None, **given: Any) -> int:
         if options.output is not None:
             from hpcpar.cli.bench import require_writable
 
-            require_writable(picture=options.output.path)
+            require_writable(picture=options.output)
         if options.validate is not None:
             return _validate(options)
         if options.recipe is not None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcpar.algorithms.simulate import Crossover, Estimate
+from hpcpar.cli.picture import new_figure
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Found = Mapping[int, Sequence[Estimate]]
 
 
-def draw(
-    path: Path, collective: str, by_size: Found, by_ranks: Found, crossovers: Sequence[Crossover] = ()
-) -> None:
-    """Draw two panels into a file (PNG, SVG or PDF, by its name).
+def draw(collective: str, by_size: Found, by_ranks: Found, crossovers: Sequence[Crossover] = ()) -> Figure:
+    """Return a figure with two panels.
 
     by_size      what every algorithm takes for each size, at one number of ranks
     by_ranks     for each number of ranks, at one size
     crossovers   the sizes where the fastest algorithm changes, drawn as upright lines
     """
-    # Imported here, so that the table does not wait for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 5.5), layout="constrained")
+    figure = new_figure(4.6)
     against_bytes, against_ranks = figure.subplots(1, 2, sharey=True)
     ranks = next(iter(by_size.values()))[0].ranks
     nbytes = next(iter(by_ranks.values()))[0].nbytes
@@ -37,8 +33,9 @@ def draw(
     against_ranks.set(title=f"{collective} of {format_nbytes(nbytes)}", xlabel="ranks")
     for change in crossovers:
         against_bytes.axvline(change.nbytes, color="0.5", linestyle=":", linewidth=1)
-    figure.legend(*against_bytes.get_legend_handles_labels(), loc="outside right center", fontsize=9)
-    figure.savefig(path, dpi=120)
+    handles, names = against_bytes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", fontsize=8, ncols=4)
+    return figure
 
 
 def _panel(axes: Axes, found: Found, written: Callable[[int], str]) -> None:

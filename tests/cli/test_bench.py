@@ -61,7 +61,7 @@ def test_names_are_separated_by_commas() -> None:
 def test_measuring_and_fitting_on_two_ranks(run_ranks: Run, tmp_path: Path) -> None:
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
     wanted = ("--collective", "allreduce", "--collective", "allgather", "--candidates", "chosen,ring,mpi")
-    files = ("--json", str(lines), "--picture", str(picture))
+    files = ("--json", str(lines), "--output", str(picture))
     done = run_ranks(2, "-m", "hpcpar", "bench", "collectives", *QUICK, *wanted, *files)
     assert done.returncode == 0, done.stderr
     assert "# ranks: 2" in done.stdout
@@ -92,11 +92,11 @@ MISTAKES = {
     "no sizes": (["collectives", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
     "nothing to tune": (["tune", "--max-bytes", "2"], "--min-bytes 4 is above --max-bytes 2"),
     "first size": (["collectives", "--min-bytes", "0"], "--min-bytes 0 is no size to begin with"),
-    "format": (["collectives", "--picture", "a.foo"], "a.foo cannot be drawn: .foo is no format of pictures"),
+    "format": (["collectives", "--output", "a.foo"], "a.foo cannot be drawn: .foo is no format of pictures"),
     "table": (["tune", "--file", "/"], "/ cannot be read as a table"),
     "place of a table": (["tune", "--file", "/dev/null/t.toml"], "/dev/null/t.toml cannot be"),
     "lines": (["collectives", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
-    "picture": (["collectives", "--picture", "/"], "/ cannot be written: it is a directory"),
+    "picture": (["collectives", "--output", "/nonexist/a.png"], "there is no directory /nonexist"),
 }
 
 

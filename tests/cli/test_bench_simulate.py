@@ -74,8 +74,8 @@ def test_the_lines_hold_what_was_found_with_the_parameters_given(output: Output,
 @pytest.mark.long
 def test_a_picture_is_drawn(output: Output, tmp_path: Path) -> None:
     picture = tmp_path / "found.png"
-    shown = output("--ranks", "64", "--picture", str(picture), "--picture-bytes", "1M")
-    assert shown.endswith(f"drawn: {picture}\n")
+    shown = output("--ranks", "64", "--output", str(picture), "--picture-bytes", "1M")
+    assert shown.endswith(f"written: {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -95,7 +95,7 @@ def test_a_mistake_is_answered_with_what_is_possible(
     assert words in output(*arguments, status=2)
 
 
-@pytest.mark.parametrize("option", ["--json", "--picture"])
+@pytest.mark.parametrize("option", ["--json", "--output"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_priced(
     option: str, output: Output
 ) -> None:
@@ -119,8 +119,8 @@ def test_a_directory_that_is_closed_to_us_is_named(
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--picture", "a.foo", "a.foo cannot be drawn: .foo is no format"),
-        ("--picture", "a", "a cannot be drawn: no suffix is no format"),
+        ("--output", "a.foo", "a.foo cannot be drawn: .foo is no format"),
+        ("--output", "a", "a cannot be drawn: no suffix is no format"),
         ("--alpha-intra", "nan", "nan is no finite number"),
         ("--gamma", "inf", "inf is no finite number"),
     ],

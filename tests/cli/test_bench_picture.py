@@ -1,11 +1,9 @@
-"""Plots of bus bandwidth: lines, ceiling, and files."""
+"""The picture of bus bandwidth: lines, ceiling, panels."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hpcpar.bench.measure import COPY, Case, Place, ResultRow, Timing, row
-from hpcpar.bench.plots import draw, lines
+from hpcpar.cli.bench_picture import draw, lines
 
 
 def measured(collective: str, algorithm: str, count: int, seconds: float, place: Place = "in") -> ResultRow:
@@ -36,7 +34,7 @@ def test_the_ceiling_is_what_is_copied_per_second() -> None:
     assert round(ceiling, 6) == 40.0
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "busbw.png"
-    draw(ROWS, {"ranks": 2, "nodes": 1, "mpi": "MPICH 5.0.2"}, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_there_is_a_panel_for_each_collective_and_a_line_for_each_candidate() -> None:
+    allreduce, send = draw(ROWS, {"ranks": 2, "nodes": 1, "mpi": "MPICH 5.0.2"}).axes
+    assert (allreduce.get_title(), send.get_title()) == ("allreduce", "send")
+    assert [line.get_label() for line in allreduce.lines] == ["chosen", "mpi", "ring", "memory copy"]

@@ -1,41 +1,38 @@
-"""Plot of bus bandwidth against size, with the memory-copy ceiling."""
+"""The picture of `hpcpar bench collectives`: bus bandwidth against size, with the memory-copy ceiling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcpar.bench.measure import COPY, MEMORY_COPY, ResultRow
+from hpcpar.cli.picture import ACTIVATIONS, FORWARD, MEASURED, new_figure
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-OUTSTANDING = {"chosen": "tab:red", "mpi": "black", "gloo": "tab:blue"}
+OUTSTANDING = {"chosen": ACTIVATIONS, "mpi": "black", "gloo": FORWARD}
 """Candidates with a colour and a thick line; all others are thin."""
 
-PANEL_INCHES = (7.0, 4.4)
+PANEL_INCHES = 3.6
 
 
-def draw(rows: Sequence[ResultRow], facts: Mapping[str, Any], path: Path) -> None:
-    """Plot one panel per collective into a file (PNG, SVG or PDF, by its suffix).
+def draw(rows: Sequence[ResultRow], facts: Mapping[str, Any]) -> Figure:
+    """Return a figure with a panel for each collective.
 
     The dashed line is a copy within memory on all ranks at once, in bytes copied per second on each rank:
     a byte that is sent is copied at least once.
     """
-    # Imported here: only plots need it.
-    from matplotlib.figure import Figure
-
     collectives = [name for name in dict.fromkeys(row.collective for row in rows) if name != COPY]
-    width, height = PANEL_INCHES
     across = 1 if len(collectives) < 3 else 2
     down = max(1, -(-len(collectives) // across))
-    figure = Figure(figsize=(width * across, height * down), layout="constrained")
+    figure = new_figure(PANEL_INCHES * down)
     for at, collective in enumerate(collectives, 1):
         _panel(figure.add_subplot(down, across, at), collective, rows)
     figure.suptitle(f"{facts.get('ranks')} ranks on {facts.get('nodes')} node(s), {facts.get('mpi')}")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _panel(axes: Axes, collective: str, rows: Sequence[ResultRow]) -> None:
@@ -53,14 +50,13 @@ def _panel(axes: Axes, collective: str, rows: Sequence[ResultRow]) -> None:
     ceiling = lines(rows, COPY).get(MEMORY_COPY)
     if ceiling:
         axes.plot(
-            *zip(*ceiling, strict=True), label="memory copy", linestyle="--", color="tab:gray", linewidth=1.5
+            *zip(*ceiling, strict=True), label="memory copy", linestyle="--", color=MEASURED, linewidth=1.5
         )
     sizes = sorted({row.nbytes for row in rows if row.collective == collective})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    shown = sizes[:: -(-len(sizes) // 7)]  # at most seven labels fit
-    axes.set_xticks(shown)
-    axes.set_xticklabels([format_nbytes(nbytes) for nbytes in shown])
+    shown = sizes[:: -(-len(sizes) // 6)]  # at most six labels fit
+    axes.set_xticks(shown, [format_nbytes(nbytes) for nbytes in shown], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("whole array")
     axes.set_ylabel("busbw (GB/s)")
