@@ -4,7 +4,6 @@ shapes        sizes of a model and of a pipeline stage, parameters and FLOPs
 memory        model state by stage of ZeRO
 traffic       bytes sent on each axis
 muon          FLOPs and bytes of the step on whole matrices
-expert_traffic   values between the ranks of ep, from measured counts
 activations   bytes kept from forward for backward
 
 Predictions for `hpcpar plan`, each on top of the one before:

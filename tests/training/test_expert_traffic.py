@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.expert_parallel import ExpertParallel
-from hpcpar.planner.expert_traffic import sent_values
+from hpcpar.partition import bounds
 from tests.training.runs import MakeConfig, trained
 from tests.training.test_expert_parallel import MODEL
 
@@ -39,7 +39,10 @@ def test_a_run_sends_the_rows_of_its_measured_counts(
     outcome = trained(config_of(*MODEL, *options), size)[0]
     nbytes = 0
     for of_ranks in zip(*(calls[rank] for rank in range(size)), strict=True):
-        of_token = sent_values([counts for counts, _, _ in of_ranks], of_ranks[0][2])
-        nbytes += sum(of_token) // (1 if of_ranks[0][1] else 2)  # without gradients, forward alone
+        _, with_gradients, of_row = of_ranks[0]
+        for rank, (counts, _, _) in enumerate(of_ranks):
+            start, stop = bounds(len(counts), size)[rank]
+            rows = sum(counts) - sum(counts[start:stop])  # there and home, forward and backward
+            nbytes += (4 if with_gradients else 2) * rows * of_row
     sent = [line.nbytes_sent for line in outcome.traffic if line.collective == "alltoall"]
     assert sum(sent) == nbytes > 0
