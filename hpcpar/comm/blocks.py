@@ -65,12 +65,11 @@ FloatBlocks = tuple[FloatBlock, FloatBlock]
 
 
 class _OfThisThread(threading.local):
-    """Ranks may be threads, and a context is entered by one thread at a time: each has its own."""
+    """Ranks may be threads: each has blocks of its own."""
 
     KEPT = 64
 
     def __init__(self) -> None:
-        self.run = _silent_run()
         self._whole: FloatBlocks | None = None
         self._by_count: dict[int, FloatBlocks] = {}
 
@@ -115,13 +114,11 @@ def _run_in_errstate(function: Callable[..., Any], a: Any, b: Any, out: Any) -> 
 _THREAD = _OfThisThread()
 
 
-def silently(function: Callable[..., Any], a: Any, b: Any, out: Any) -> None:
-    """out = function(a, b) of NumPy; an overflow is the caller's to find, as with MPI."""
-    _THREAD.run(function, a, b, out=out)
-
-
 def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Action:
-    """`silently` as a call without arguments, for one thread at a time; it runs no Python code."""
+    """Make a call of no arguments: out = function(a, b) of NumPy. One thread at a time; it runs no Python code.
+
+    An overflow is the caller's to find, as with MPI.
+    """
     if function in (np.minimum, np.maximum):  # these want to be given `out` by name, which costs more
         return partial(_silent_run(), function, a, b, out=out)
     return partial(_silent_run(), function, a, b, out)

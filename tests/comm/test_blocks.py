@@ -50,7 +50,7 @@ def test_an_overflow_is_silent_inside_and_loud_outside():
     big, finite = np.full(3, 3e38, dtype=np.float32), np.full(3, 3e38, dtype=np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        blocks.silently(np.add, big, big, big)
+        blocks.silent(np.add, big, big, big)()
         blocks.silent(np.multiply, finite, finite, product := np.empty_like(finite))()
         blocks.silent(np.minimum, finite, product, smaller := np.empty_like(finite))()
         with pytest.raises(RuntimeWarning):
