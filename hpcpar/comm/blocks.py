@@ -115,7 +115,7 @@ _THREAD = _OfThisThread()
 
 
 def silent(function: Callable[..., Any], a: Any, b: Any, out: Any) -> Action:
-    """Make a call of no arguments: out = function(a, b) of NumPy. One thread at a time; it runs no Python code.
+    """out = function(a, b) of NumPy as a call of no arguments, by one thread at a time, without Python code.
 
     An overflow is the caller's to find, as with MPI.
     """
