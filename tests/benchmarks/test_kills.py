@@ -1,4 +1,4 @@
-"""The scoreboard of killed ranks, in short."""
+"""The scoreboard of killed ranks, in short: each try kills a rank of a training at a random moment."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoreboard" / "kills.py"
+TRIES = 24
 
 
-@pytest.mark.timeout(600)
-def test_a_run_whose_rank_was_killed_goes_on_with_every_bit(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # a try takes some 8 s on two quiet cores
+def test_runs_whose_ranks_were_killed_go_on_with_every_bit(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
-    words = ("--tries", "1", "--layouts", "ZeRO-3, saved", "--json", str(lines))
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=500)
+    words = ("--tries", str(TRIES), "--json", str(lines))
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     tries = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert {(each["layout"], each["result"]) for each in tries} == {
-        ("ZeRO-3, saved behind training", "exact")
-    }
-    assert f"{len(tries)} of {len(tries)} exact to the bit" in done.stdout
+    assert [each["result"] for each in tries] == ["exact"] * TRIES
+    assert len({each["layout"] for each in tries}) > 1
+    assert f"{TRIES} of {TRIES} exact to the bit" in done.stdout
