@@ -133,7 +133,7 @@ test-long: $(DEV_STAMP) $(if $(CAN_SERVE),$(SERVE_STAMP))
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-docs-test: $(STAMP)
+docs-test: $(DEV_STAMP)
 	$(BIN)/python docs/run_blocks.py $(ARGS)
 
 gallery: $(STAMP)
