@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,25 @@ def test_a_timeline_shows_compute_and_communication_of_every_rank(tmp_path: Path
 
 def test_arrows_lead_from_who_came_last_to_a_collective_to_the_others(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
+    came = [threading.Semaphore(0) for _ in range(3)]
+
+    def sum_with_last(comm: Communicator, last: int, number: int) -> None:
+        if comm.rank != last:
+            came[number].release()
+        else:
+            for _ in range(comm.size - 1):
+                came[number].acquire(timeout=60)
+            time.sleep(0.2)
+        comm.allreduce(torch.ones(5))
 
     def work(comm: Communicator) -> None:
         halves = comm.split(comm.rank // 2, name="half")
         assert halves is not None
         timeline = StepTimeline(comm)
-        for last in (2, 0):
-            if comm.rank == last:
-                time.sleep(0.2)
-            comm.allreduce(torch.ones(5))
-        if comm.rank == 1:
-            time.sleep(0.2)
-        halves.allreduce(torch.ones(5))
+        sum_with_last(comm, 2, 0)
+        sum_with_last(comm, 0, 1)
+        if comm.rank < 2:
+            sum_with_last(halves, 1, 2)
         timeline.write(path)
 
     run_loopback(3, work)
