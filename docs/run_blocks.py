@@ -8,6 +8,7 @@ run, one after another. In front of a block a comment of HTML may say
     <!-- not run: why -->              leave the block out; Python is compiled all the same
     <!-- not run (srun, sbatch): why -->   leave out the lines that begin with these words
 
+Where a Slurm cluster answers (python -m tests.slurm.cluster make docs-test) lines of srun are run.
 A line whose comment begins with an error, `# MemoryError: …`, must fail with it. A block of Python with a
 title (`title="a.py"`) is written to that file. A block of output is `text`.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -91,14 +93,22 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
         mark = None
 
 
+@functools.cache
+def has_slurm() -> bool:
+    return bool(shutil.which("sinfo")) and not subprocess.run(["sinfo"], capture_output=True).returncode
+
+
 def script_of(block: Block) -> str:
     """Return the shell script of a block, without the lines left out; an error that is told is asked for."""
+    without = set(block.words)
+    if "srun" in without and has_slurm():
+        without.remove("srun")
     lines = block.text.splitlines()
     if block.language == "console":
         lines = [line[2:] for line in lines if line.startswith("$ ")]
     script = ["set -eo pipefail"]
     for line in lines:
-        if block.words and line.split(" ", 1)[0] in block.words:
+        if line.split(" ", 1)[0] in without:
             continue
         fails = FAILS.fullmatch(line)
         if fails is None:

@@ -175,7 +175,10 @@ def test_blocks_are_read_with_their_marks_and_run_as_told(
     assert (one.line, one.text, one.why, one.is_left_out) == (4, "sleep 1\n", "why not", True)
     assert (two.language, two.title, two.text, two.why) == ("python", "a.py", "x = 1\n", None)
     assert (three.words, three.is_left_out, four.language) == (("srun",), False, "text")
+    monkeypatch.setattr(run_blocks, "has_slurm", lambda: False)
     assert [run_blocks.run(block, tmp_path) for block in (one, two, three)] == [None] * 3
+    monkeypatch.setattr(run_blocks, "has_slurm", lambda: True)
+    assert run_blocks.script_of(three).splitlines()[:2] == ["set -eo pipefail", "srun a"]
     assert (tmp_path / "a.py").read_text() == "x = 1\n"
     with pytest.raises(ValueError, match="page:1: this block has no end"):
         list(run_blocks.blocks_of("```sh\nls", "page"))
