@@ -82,7 +82,7 @@ class Summand:
 
     @property
     def is_scratch(self) -> bool:
-        """Whether the tensor lies in memory that collectives have met before."""
+        """True if the tensor lies in memory that collectives have met before."""
         return self._buffer is not None
 
     def start(self, op: str = "sum") -> PendingResult:
