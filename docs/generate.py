@@ -1,6 +1,6 @@
-"""The reference pages: keys of a run, environment variables, commands, made of the code; and the gallery.
+"""The reference pages: keys of a run, environment variables, commands, made of the code; gallery and tables.
 
-python docs/generate.py            # writes docs/reference/*.md, docs/gallery.md
+python docs/generate.py            # writes docs/reference/*.md, docs/gallery.md, tables of docs/benchmarks.md
 python docs/generate.py --check    # exits with 1 where one differs
 
 A key, a variable or an option without a description is an error that names it.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import gallery
+import result_tables
 from columns import cell
 
 from hpcpar.cli import group
@@ -124,6 +125,7 @@ PAGES = {
     "environment.md": environment,
     "commands.md": commands,
     "../gallery.md": gallery.page,
+    "../benchmarks.md": result_tables.page,
 }
 
 
