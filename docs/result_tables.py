@@ -178,6 +178,32 @@ def beside_torch() -> list[str]:
     return table(["", *pairs], cells)
 
 
+def other_frameworks() -> list[str]:
+    pairs = {
+        "0, DDP": ("hpcpar 0", "ddp"),
+        "0, Horovod": ("hpcpar 0", "horovod"),
+        "1, `ZeroRedundancyOptimizer`": ("hpcpar 1", "zero redundancy"),
+        "1, DeepSpeed": ("hpcpar 1", "deepspeed 1"),
+        "2, DeepSpeed": ("hpcpar 2", "deepspeed 2"),
+        "3, FSDP2": ("hpcpar 3", "fsdp2"),
+        "3, DeepSpeed": ("hpcpar 3", "deepspeed 3"),
+    }
+    rows = {
+        "4.9 M, float32": ("5m", "float32"),
+        "4.9 M, bfloat16": ("5m", "bfloat16"),
+        "51.8 M, float32, in two calls": ("50m", "float32"),
+        "51.8 M, bfloat16": ("50m", "bfloat16"),
+    }
+
+    def cell(model: str, dtype: str, ours: str, theirs: str) -> str:
+        found = lines("training-2-peers", model=model, dtype=dtype, peer=ours)
+        ratios = (each["tokens_per_s_ratio_to"] for each in found)
+        return f"{next(each[theirs][1] for each in ratios if theirs in each):.2f}"
+
+    cells = ([name, *(cell(*row, *pair) for pair in pairs.values())] for name, row in rows.items())
+    return table(["", *pairs], cells)
+
+
 def tensor_parallel() -> list[str]:
     columns = {
         "no sequence parallelism": ("hpcpar tp", "dtensor tp"),
@@ -290,7 +316,39 @@ def layer_pipelines() -> list[str]:
     )
 
 
-# --- torch.distributed ----------------------------------------------------------------------------------
+def torch_pipelines() -> list[str]:
+    schedules = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+    def rows(hidden: int, vocabulary: int) -> Iterable[list[str]]:
+        found = {
+            each["peer"]: each for each in lines("pipeline-peers-2", hidden=hidden, vocabulary=vocabulary)
+        }
+        pairs = [(found[f"hpcpar {each}"], f"torch {each}") for each in schedules]
+        ratios = (f"{ours['tokens_per_s_ratio_to'][theirs][1]:.2f}" for ours, theirs in pairs)
+        yield [f"hidden {hidden}, vocabulary {vocabulary:,}", *ratios]
+        live = [
+            f"{max(ours['live_nbytes']) / MiB:.0f} / {max(found[theirs]['live_nbytes']) / MiB:.0f}"
+            for ours, theirs in pairs
+        ]
+        yield ["", f"{live[0]} MiB", *live[1:]]
+
+    models = ((512, 16384), (512, 12288), (256, 8192))
+    what = "tokens/s beside torch's; memory of a rank during the microbatches, ours / torch's"
+    return table([what, *schedules], (row for model in models for row in rows(*model)))
+
+
+# --- Keras and torch.distributed ------------------------------------------------------------------------
+
+
+def keras() -> list[str]:
+    cases = {"transformer": "transformer", "MLP, half of whose step is the optimizer": "mlp"}
+
+    def cells(name: str, case: str) -> list[str]:
+        of = {each["player"]: each["ratio"][1] for each in lines("keras-step-2", case=case)}
+        return [name, f"{of['hpcpar']:.2f}", f"{1 + of['copy'] + of['allreduce']:.2f}"]
+
+    head = ["", "step", "bare copy into buckets and bare all-reduce"]
+    return table(head, (cells(*each) for each in cases.items()))
 
 
 def torch_backend() -> list[str]:
@@ -324,7 +382,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         **{each.__name__: each for each in (collectives, shared_arrays, data_parallel, tensor_parallel)},
         **{each.__name__: each for each in (tensor_parallel_degree, context, experts)},
         **{each.__name__: each for each in (sleeping_pipelines, layer_pipelines, torch_backend)},
-        **{each.__name__: each for each in (beside_torch,)},
+        **{each.__name__: each for each in (beside_torch, other_frameworks, torch_pipelines, keras)},
     }.items()
 }
 """By their name in the page."""
