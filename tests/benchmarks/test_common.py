@@ -22,9 +22,14 @@ def test_options_that_measure_nothing_or_lose_results_are_refused(
         common.at_least(2)("1")
     with pytest.raises(argparse.ArgumentTypeError, match="cannot be written: there is no directory"):
         common.output_file("/nonexist/a")
-    assert common.picture_file(str(tmp_path / "bars.svg")) == tmp_path / "bars.svg"
-    with pytest.raises(argparse.ArgumentTypeError, match=r"bars\.foo cannot be drawn: \.foo is no format"):
-        common.picture_file(str(tmp_path / "bars.foo"))
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    common.add_picture_options(parser)
+    picture = str(tmp_path / "bars.svg")
+    assert parser.parse_args(["--output", picture, "--dark"]) == argparse.Namespace(
+        output=Path(picture), dark=True
+    )
+    with pytest.raises(argparse.ArgumentError, match=r"bars\.foo cannot be drawn: \.foo is no format"):
+        parser.parse_args(["--output", str(tmp_path / "bars.foo")])
 
 
 def test_every_player_has_one_turn_a_round_in_an_order_that_all_ranks_share(

@@ -151,13 +151,17 @@ def test_a_trace_notes_what_moved_when_on_all_communicators_of_a_family():
         assert all(event.start_s <= event.stop_s for event in events)
         comm.trace = None
         comm.barrier()
-        return [
-            (event.name, event.category, event.arguments)
+        found = [
+            (event.name, event.arguments)
             for event in events
             if "agreement" not in event.name and event.category == "communication"
         ]
+        return found, [arguments.pop("comm") for _, arguments in found]
 
-    assert run_loopback(2, work)[0] == [
-        ("allreduce world", "communication", {"nbytes_sent": 80, "algorithm": "ring", "blocking": True}),
-        ("barrier half", "communication", {"nbytes_sent": 0, "algorithm": "dissemination", "blocking": True}),
+    (found, comms), (_, same) = run_loopback(2, work)
+    assert found == [
+        ("allreduce world", {"nbytes_sent": 80, "algorithm": "ring", "blocking": True, "call": 1}),
+        ("barrier half", {"nbytes_sent": 0, "algorithm": "dissemination", "blocking": True, "call": 0}),
     ]
+    assert comms == same
+    assert len(set(comms)) == 2

@@ -172,7 +172,8 @@ def test_the_stages_are_told_a_sample_is_the_serial_models_and_the_last_step_is_
     layers = {(event["pid"], event["name"]) for event in events if event.get("cat") == "layers"}
     assert layers == {(number // 3, f"model.layers.{number}") for number in range(6)}
     # An arrow for each activation and each gradient of four microbatches; none leads back in time.
-    left, came = ({each["id"]: each["ts"] for each in events if each["ph"] == phase} for phase in "sf")
+    arrows = [event for event in events if event.get("cat") == "pipeline"]
+    left, came = ({each["id"]: each["ts"] for each in arrows if each["ph"] == phase} for phase in "sf")
     assert len(left) == len(came) == 8
     assert all(left[number] <= came[number] for number in left)
 
