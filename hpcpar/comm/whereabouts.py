@@ -25,6 +25,7 @@ from typing import NamedTuple, TextIO
 import hpcpar
 
 ANSWER_WITHIN_S = 2.0
+QUIET_LOOKS = 5
 
 _SIGNAL = signal.SIGRTMIN + 9 if sys.platform == "linux" else 0
 _NAME = "hpcpar-whereabouts"
@@ -92,13 +93,13 @@ def locate(place: Place) -> str | None:
 
 
 def _written(file: TextIO) -> str:
-    """All that is written within the time limit, until nothing more comes."""
-    text, deadline_s = "", time.monotonic() + ANSWER_WITHIN_S
-    while time.monotonic() < deadline_s:
+    """All that is written within the time limit, until there is a line and nothing more comes."""
+    text, quiet, deadline_s = "", 0, time.monotonic() + ANSWER_WITHIN_S
+    # It is written in pieces, between which the process may have to wait for a core.
+    while time.monotonic() < deadline_s and (quiet < QUIET_LOOKS or not _LINE.search(text)):
         time.sleep(0.02)
         more = file.read()
-        if text and not more:
-            break
+        quiet = 0 if more else quiet + 1
         text += more
     return text
 
