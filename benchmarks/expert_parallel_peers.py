@@ -8,7 +8,7 @@
                                                                           dispatcher, over gloo
     DeepSpeed   deepspeed ep          a part on each rank                 deepspeed.moe's all-to-all of padded
                                                                           experts, over gloo
-    Free        no communication      as many as a rank has, no others    they stay
+    Free        no communication      a part on each rank                 own rows stand in for the others'
 
 All have the same Llama, tokens and routing. Megatron-Core is for GPUs; here its MoELayer runs on the CPU,
 with stand-ins for the CUDA streams that it asks for. Its grouped products need CUDA, so it computes one
@@ -24,7 +24,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -38,6 +37,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel import ExpertParallel
+from hpcpar.expert_parallel.exchange import Channels
 from hpcpar.models import Layers, Llama
 from hpcpar.models.layers import Linear
 from hpcpar.partition import bounds
@@ -335,20 +335,43 @@ class DeepSpeed(OverGloo):
         self.engine.step()
 
 
-class Free(Solo):
-    """Every rank with as many experts as its part, for its own tokens: it learns something else."""
+class Free(Hpcpar):
+    """The work of `hpcpar ep` without any message; it learns nothing, so that its rows stay as balanced."""
 
-    @classmethod
-    def require(cls, task: Task) -> None:
-        if task.experts.count % task.ep or task.experts.count // task.ep < task.experts.per_token:
-            raise LayoutError(
-                f"a rank's part of --experts {task.experts.count} is no mixture of --per-token "
-                f"{task.experts.per_token}"
-            )
+    def __init__(self, name: str, task: Task, recipe: Recipe) -> None:
+        ExpertParallelPeer.__init__(self, name, task, recipe)
+        self.module, self.optimizer = self.model, recipe.make(self.model.parameters())
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
 
     def make_model(self, task: Task) -> Llama:
-        part = replace(task.experts, count=task.experts.count // task.ep)
-        return replace(task, config=replace(task.config, experts=part)).model()
+        parallel = ExpertParallel(task.world, task.experts.count)
+        alone: Any = OwnRowsAlone(task.world)
+        parallel._channels = Channels(alone, alone)
+        return task.model(Layers(experts=parallel, expert_replicas=Communicator.alone()))
+
+    def synchronize(self) -> None:
+        pass
+
+
+class OwnRowsAlone:
+    """A communicator whose all-to-alls give each rank what it has itself to send to itself, or as much."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.size, self.rank = comm.size, comm.rank
+
+    def alltoall(self, told: Any, *, out: Any) -> Any:
+        out[:] = told[self.rank]
+        return out
+
+    def start_alltoall(self, rows: Tensor, *, out: Tensor, **counts: Any) -> OwnRowsAlone:
+        there = min(len(rows), len(out))
+        out[:there].copy_(rows[:there])
+        out[there:].zero_()
+        return self
+
+    def wait(self) -> None:
+        pass
 
 
 EXPERT_PARALLEL: dict[str, type[Peer]] = {

@@ -51,7 +51,7 @@ With --ep every feed-forward is a mixture of experts, which they share; each ran
     megatron ep             Megatron-Core's mixture, where it is installed, over gloo
     deepspeed ep            DeepSpeed's mixture, where it is installed, over gloo
     one process             rank 0 alone with all experts, on the whole global batch
-    no communication        every rank with as many experts as its part, for its own tokens
+    no communication        every rank with its part of them, and its own rows for the others'
 
 A turn is some steps in a row: forward, backward, averaging, optimizer, and at its end whatever is still on
 its way. A step's time is that of a turn by its steps, from a barrier on, on the slowest rank. Processor

@@ -1,6 +1,6 @@
 """The reference pages: keys of a run, environment variables, commands, made of the code; gallery and tables.
 
-python docs/generate.py            # writes docs/reference/*.md, docs/gallery.md, tables of docs/benchmarks.md
+python docs/generate.py            # writes docs/reference/*.md, docs/gallery.md, tables of figures
 python docs/generate.py --check    # exits with 1 where one differs
 
 A key, a variable or an option without a description is an error that names it.
@@ -12,6 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -125,7 +126,7 @@ PAGES = {
     "environment.md": environment,
     "commands.md": commands,
     "../gallery.md": gallery.page,
-    "../benchmarks.md": result_tables.page,
+    **{f"../{page}": partial(result_tables.page, page) for page in ("benchmarks.md", "gpus.md")},
 }
 
 

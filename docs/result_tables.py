@@ -1,6 +1,6 @@
-"""Tables of docs/benchmarks.md, made from the lines in benchmarks/results/.
+"""Tables of measured figures in pages of docs/, made from the lines in benchmarks/results/.
 
-A table stands in the page below a comment of HTML, `<!-- table: experts -->`, which names a function here:
+A table stands in its page below a comment of HTML, `<!-- table: experts -->`, which names a function here:
 `python docs/generate.py` writes it anew.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-PAGE = Path(__file__).parent / "benchmarks.md"
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*")
 
 Line = dict[str, Any]
@@ -22,9 +21,9 @@ Line = dict[str, Any]
 KiB, MiB = 2**10, 2**20
 
 
-def page() -> str:
-    """Return docs/benchmarks.md with its marked tables made anew; KeyError for one that nobody makes."""
-    page = PAGE.read_text("utf-8")
+def page(name: str) -> str:
+    """Return a page of docs/ with its marked tables made anew; KeyError for one that nobody makes."""
+    page = Path(__file__).with_name(name).read_text("utf-8")
     return MARK.sub(lambda found: found[1] + "".join(f"{line}\n" for line in TABLES[found[2]]()), page)
 
 
@@ -117,6 +116,49 @@ def shared_arrays() -> list[str]:
     return beside_mpi("collectives-2-shared", columns, sizes, "shared arrays")
 
 
+def wire() -> list[str]:
+    collectives = {"all-reduce": "allreduce", "reduce-scatter": "reduce_scatter", "all-gather": "allgather"}
+    found = [each for each in lines("wire") if "of_wire" in each]
+
+    def cell(hosts: int, ranks_per_host: int, collective: str, algorithm: str) -> str:
+        where = (hosts, ranks_per_host, collective, algorithm)
+        keys = ("hosts", "ranks_per_host", "collective", "algorithm")
+        of_sizes = {
+            each["nbytes"]: each["of_wire"] for each in found if tuple(each[key] for key in keys) == where
+        }
+        return ", ".join(f"{100 * of_sizes[mib * MiB]:.0f}" for mib in (16, 64))
+
+    def cells(hosts: int, each: int) -> list[str]:
+        name = f"{hosts} hosts of {each} rank{'s' if each > 1 else ''}"
+        pairs = ((collective, who) for collective in collectives.values() for who in ("chosen", "mpi"))
+        return [name, *(cell(hosts, each, *pair) for pair in pairs)]
+
+    head = ["16 MiB, 64 MiB", *(each for name in collectives for each in (name, "MPICH's"))]
+    return table(head, (cells(*each) for each in ((2, 1), (2, 2), (4, 1), (4, 2))))
+
+
+def gpu() -> list[str]:
+    def cells(way: str, algorithm: str) -> Iterable[str]:
+        for of_host in ("-2-other-host", "-2", "-4"):
+            wanted = {"way": way, "algorithm": algorithm, "nbytes": 256 * MiB, "collective": "allreduce"}
+            found = line(f"device-collectives{of_host}", **wanted)
+            took = found["median_s"]
+            yield f"{took * 1e3:.2f} ms" if took < 9.995e-3 else ms(took)
+            yield percent(found["of_ring"])
+
+    rows = {
+        "`pull`, chosen (direct)": ("pull", "chosen"),
+        "`pull`, ring": ("pull", "ring"),
+        "`mpi`, chosen (ring)": ("mpi", "chosen"),
+        "`mpi`, direct": ("mpi", "direct"),
+        "`staged`": ("staged", "chosen"),
+        "gloo": ("gloo", "gloo"),
+    }
+    head = ["2 ranks, quicker host", "of the least time", "2 ranks, slower host", "of it"]
+    head += ["4 ranks, slower host", "of it"]
+    return table(["way", *head], ([name, *cells(*each)] for name, each in rows.items()))
+
+
 # --- training -------------------------------------------------------------------------------------------
 
 
@@ -202,6 +244,18 @@ def other_frameworks() -> list[str]:
 
     cells = ([name, *(cell(*row, *pair) for pair in pairs.values())] for name, row in rows.items())
     return table(["", *pairs], cells)
+
+
+def zero_memory() -> list[str]:
+    def cells(stage: int) -> list[str]:
+        found = line("zero-memory-4", variant="plain", stage=stage)
+        rank = found["worst"]
+        own = rank["peak_staging_nbytes"] + rank["peak_gathered_nbytes"]
+        figures = (rank["state_nbytes"], own, rank["peak_activations_nbytes"], max(found["added_nbytes"]))
+        return [str(stage), found["formula"], *(f"{each / MiB:.1f} MiB" if each else "" for each in figures)]
+
+    head = ["stage", "formula", "kept", "a step's own, beyond it", "activations", "the processes grew by"]
+    return table(head, map(cells, range(4)), left=2)
 
 
 def tensor_parallel() -> list[str]:
@@ -337,7 +391,47 @@ def torch_pipelines() -> list[str]:
     return table([what, *schedules], (row for model in models for row in rows(*model)))
 
 
-# --- Keras and torch.distributed ------------------------------------------------------------------------
+# --- Horovod, Keras and torch.distributed ---------------------------------------------------------------
+
+
+def horovod() -> list[str]:
+    cases = {
+        "synchronous all-reduce of 1 KiB": "sync",
+        "64 all-reduces of 64 KiB, started, then awaited": "async",
+        "step of a Llama of 4.9 M parameters": "llama",
+        "step of ResNet-20": "resnet",
+    }
+    libraries = {
+        "ours": "hpcpar",
+        "Horovod 0.28.1": "horovod",
+        "with `HOROVOD_CYCLE_TIME=0`": "horovod, cycle time 0",
+    }
+    peers = {"gloo": "gloo", "DDP over gloo": "ddp", "no communication": "alone"}
+
+    def duration(seconds: float) -> str:
+        if seconds < 1e-3:
+            return f"{seconds * 1e6:.0f} µs"
+        return f"{seconds * 1e3:.{0 if seconds > 9.95e-3 else 1}f} ms"
+
+    def cell(case: str, library: str) -> str:
+        found = line("horovod-2", case=case, library=library, peer="hvd")
+        low, middle, high = (
+            duration(each) for each in statistics.quantiles(found["seconds"], method="inclusive")
+        )
+        unit = middle.rpartition(" ")[2]
+        return f"{middle} ({low.removesuffix(f' {unit}')} to {high.removesuffix(f' {unit}')})"
+
+    def beside(case: str) -> str:
+        found = {each["peer"]: each for each in lines("horovod-2", case=case, library="hpcpar")}
+        return ", ".join(
+            f"{name} {duration(found[peer]['median_s'])}" for name, peer in peers.items() if peer in found
+        )
+
+    rows = (
+        [name, *(cell(case, each) for each in libraries.values()), beside(case)]
+        for name, case in cases.items()
+    )
+    return table(["", *libraries, "beside ours"], rows)
 
 
 def keras() -> list[str]:
@@ -383,6 +477,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         **{each.__name__: each for each in (tensor_parallel_degree, context, experts)},
         **{each.__name__: each for each in (sleeping_pipelines, layer_pipelines, torch_backend)},
         **{each.__name__: each for each in (beside_torch, other_frameworks, torch_pipelines, keras)},
+        **{each.__name__: each for each in (wire, gpu, zero_memory, horovod)},
     }.items()
 }
-"""By their name in the page."""
+"""By their names in the pages."""

@@ -3,7 +3,8 @@
     python docs/run_blocks.py [--page install] [--list]      # some pages; only the blocks that are not run
 
 Each page has a copy of the repository's files of its own, in which its `sh`, `console` and `python` blocks
-run, one after another. In front of a block a comment of HTML may say
+run, one after another. `make train`, with which many pages begin, is run once, and they go on with what it
+left. In front of a block a comment of HTML may say
 
     <!-- not run: why -->              leave the block out; Python is compiled all the same
     <!-- not run (srun, sbatch): why -->   leave out the lines that begin with these words
@@ -28,7 +29,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,7 @@ FENCE = re.compile(r"(?P<indent> *)```(?P<language>\w*)(?P<title>.*)")
 MARK = re.compile(r"<!-- not run(?: \((?P<words>[^)]*)\))?: (?P<why>.+?) -->")
 FAILS = re.compile(r"(?P<command>.*\S)\s+# (?P<error>\w+Error): .*")
 SHELL = ("sh", "console")
+TRAIN = "make train"
 TIMEOUT_S = 900
 
 
@@ -108,7 +110,7 @@ def script_of(block: Block) -> str:
         lines = [line[2:] for line in lines if line.startswith("$ ")]
     script = ["set -eo pipefail"]
     for line in lines:
-        if line.split(" ", 1)[0] in without:
+        if any(f"{line} ".startswith(f"{words} ") for words in without):
             continue
         fails = FAILS.fullmatch(line)
         if fails is None:
@@ -122,7 +124,7 @@ def script_of(block: Block) -> str:
 def copy_of_files(directory: Path) -> None:
     """Copy the repository; the copy's `.venv` is this Python's, and looks installed to make."""
     made = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "runs")
-    shutil.copytree(ROOT, directory, ignore=made, dirs_exist_ok=True)
+    shutil.copytree(ROOT, directory, ignore=made)
     (directory / ".home").mkdir()
     (directory / ".venv").mkdir()
     for part in ("bin", "include", "lib", "lib64", "pyvenv.cfg"):
@@ -174,21 +176,40 @@ def run(block: Block, directory: Path) -> str | None:
         return None if status == 0 else f"exit status {status}\n{told.read()[-3000:]}"
 
 
-def run_page(page: Path) -> Iterator[bool]:
-    """Run a page's blocks in a copy of the files of its own; yield for each whether it passed."""
+def passes(block: Block, directory: Path) -> bool:
+    """Run a block, and print what became of it."""
+    begin = time.monotonic()
+    fault = run(block, directory)
+    word = "FAILED" if fault else "not run" if block.is_left_out else "passed"
+    print(f"{block.page}:{block.line}  {word}  {time.monotonic() - begin:.0f} s", flush=True)
+    if fault:
+        print(textwrap.indent(fault, "    "), flush=True)
+    return fault is None
+
+
+def run_pages(chosen: list[Path]) -> Iterator[bool]:
+    """Run the blocks of pages, each page's in files of its own; yield for each whether it passed."""
     with tempfile.TemporaryDirectory(prefix="hpcpar-docs-") as name:
-        directory = Path(name)
-        copy_of_files(directory)
-        for block in blocks_of(page.read_text("utf-8"), name_of(page)):
-            if block.language in (*SHELL, "python"):
-                begin = time.monotonic()
-                fault = run(block, directory)
-                word = "FAILED" if fault else "not run" if block.is_left_out else "passed"
-                print(f"{block.page}:{block.line}  {word}  {time.monotonic() - begin:.0f} s", flush=True)
-                if fault:
-                    print(textwrap.indent(fault, "    "), flush=True)
+        copy_of_files(untouched := Path(name, "untouched"))
+        trained = Path(name, "trained")
+        for page in chosen:
+            blocks = [
+                block
+                for block in blocks_of(page.read_text("utf-8"), name_of(page))
+                if block.language in (*SHELL, "python")
+            ]
+            begins_trained = any(block.text.startswith(TRAIN) and not block.is_left_out for block in blocks)
+            if begins_trained and not trained.exists():
+                shutil.copytree(untouched, trained, symlinks=True)
+                yield passes(Block(TRAIN, 1, "sh", TRAIN), trained)
+            files = Path(name, "page")
+            shutil.copytree(trained if begins_trained else untouched, files, symlinks=True)
+            for block in blocks:
+                without = (*block.words, TRAIN) if begins_trained else block.words
+                is_passed = passes(block if block.is_left_out else replace(block, words=without), files)
                 if not block.is_left_out:
-                    yield fault is None
+                    yield is_passed
+            shutil.rmtree(files)
 
 
 def main() -> int:
@@ -200,7 +221,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [known[name] for name in options.page or known]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
-    passed = [] if options.list else [each for page in chosen for each in run_page(page)]
+    passed = [] if options.list else list(run_pages(chosen))
     print("\nNot run:")
     for page in chosen:
         for block in blocks_of(page.read_text("utf-8"), name_of(page)):

@@ -221,6 +221,11 @@ def test_the_reference_pages_are_those_of_the_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_table_of_the_benchmark_page_is_made_of_results() -> None:
+    text = (DOCS / "benchmarks.md").read_text("utf-8")
+    assert len(re.findall(r"^<!-- table: [\w-]+ -->\n\n\|", text, re.MULTILINE)) == text.count("\n|---") > 10
+
+
 def test_an_option_without_a_description_is_named(generate: ModuleType) -> None:
     silent = click.Command("quiet", params=[click.Option(["--loud"])])
     with pytest.raises(SystemExit, match="quiet describes no --loud"):
