@@ -112,8 +112,9 @@ class Preemption:
         """
         self.settle()
         if not self._agreed:
-            asked = INTERRUPTED if self.requested == signal.SIGINT.name else START_IT_AGAIN
-            self._question[0] = 0 if self.requested is None else asked
+            why = self.requested  # read once: the listener's thread may set it at any moment
+            asked = INTERRUPTED if why == signal.SIGINT.name else START_IT_AGAIN
+            self._question[0] = 0 if why is None else asked
             self._answer = self.comm.start_allreduce(self._question, "max")
         return bool(self._agreed)
 

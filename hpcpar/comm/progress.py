@@ -73,7 +73,7 @@ class Progress:
     def require_outside(self, what: str) -> None:
         """Refuse a call in a forked process, and one that would wait for the call that it interrupts."""
         self.require_rank(what)
-        if self._lock._is_owned():
+        if self.is_inside:
             raise OperationError(
                 f"{what} was asked for by a signal handler or a finalizer, in the middle of another call of "
                 f"the same thread, which it would wait for: note in the handler that it is due, and make the "
@@ -84,7 +84,7 @@ class Progress:
         """Take a started call under way, and bring it as far as it goes without waiting."""
         # First into the list: an exception in between leaves it where `poke` finds it.
         self.under_way.append(compiled)
-        if not self._lock._is_owned():
+        if not self.is_inside:
             self._advance([compiled])
 
     def leave(self, compiled: CompiledCollective) -> None:
@@ -119,7 +119,7 @@ class Progress:
 
     def poke(self) -> None:
         """Advance everything that is under way; never blocks. Does nothing inside of another call."""
-        if self.under_way and not self._lock._is_owned():
+        if self.under_way and not self.is_inside:
             self._advance(list(self.under_way))
 
     def wait(self, compiled: CompiledCollective, handle: Handle | None = None) -> None:

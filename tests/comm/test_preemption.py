@@ -78,6 +78,23 @@ def test_the_status_to_end_with_tells_on_every_rank_who_asked(why: str, status: 
     assert run_loopback(3, work) == [status] * 3
 
 
+def test_a_ctrl_c_that_comes_while_the_question_is_put_is_no_other_signal() -> None:
+    heard = iter([None, *["SIGINT"] * 9])
+
+    class Hearing(Preemption):
+        """One that is signalled after the first look at what it has heard."""
+
+        requested = property(lambda self: next(heard), lambda self, why: None)  # type: ignore[assignment]
+
+    def work(comm: Communicator) -> int:
+        with Hearing(comm, ()) as preemption:
+            while not preemption.is_agreed():
+                pass
+            return preemption.exit_status
+
+    assert run_loopback(1, work) == [128 + signal.SIGINT]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_question_is_one_byte_to_each_partner_on_a_communicator_of_its_own(size: int) -> None:
     def work(comm: Communicator) -> tuple[int, int, list[str]]:
