@@ -69,7 +69,7 @@ def test_all_ranks_hold_the_same_bits_after_every_allreduce(shared_memory: bool)
             found.append(((algorithm, op, dtype, count, out), bits_of(result)))
         return found
 
-    for size in range(1, 9):
+    for size in (1, 2, 3, 4, 5, 8):
         nodes = [rank // 2 for rank in range(size)] if size % 2 else None
         by_rank = run_loopback(size, body, nodes=nodes, shared_memory=shared_memory)
         for cases in zip(*by_rank, strict=True):

@@ -80,7 +80,7 @@ def priced(request: PlanRequest, strategy: Strategy) -> Estimate | None:
 
 @pytest.mark.parametrize(
     ("model", "memory_gib", "batch"),
-    [(DENSE, 40, 32), (DENSE, 1.6, 32), (DENSE, 0.9, 8), (MIXTURE, 40, 8), (MIXTURE, 8, 8)],
+    [(DENSE, 40, 16), (DENSE, 1.6, 32), (DENSE, 0.9, 8), (MIXTURE, 40, 2), (MIXTURE, 8, 8)],
     ids=["roomy", "tight", "scarce", "mixture", "mixture-tight"],
 )
 def test_the_search_finds_what_pricing_every_strategy_finds(

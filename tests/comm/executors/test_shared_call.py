@@ -412,7 +412,7 @@ def test_several_messages_between_two_ranks_in_one_step_keep_their_order(size, s
 def test_random_programs_equal_the_serial_computation(seed, size, post_nbytes, quick_looks):
     options = {"shared_memory": True, "post_nbytes": post_nbytes}
     report, *_ = run_loopback(
-        size, lambda comm: soak.run(soak.Options(300, seed, name_algorithms=True), comm), **options
+        size, lambda comm: soak.run(soak.Options(150, seed, name_algorithms=True), comm), **options
     )
     assert report.wrong == 0, report.described
 
