@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import re
 import shutil
@@ -187,8 +188,9 @@ def passes(block: Block, directory: Path) -> bool:
     return fault is None
 
 
-def run_pages(chosen: list[Path]) -> Iterator[bool]:
+def run_pages(chosen: list[Path], within_s: float) -> Iterator[bool]:
     """Run the blocks of pages, each page's in files of its own; yield for each whether it passed."""
+    deadline_s = time.monotonic() + within_s
     with tempfile.TemporaryDirectory(prefix="hpcpar-docs-") as name:
         copy_of_files(untouched := Path(name, "untouched"))
         trained = Path(name, "trained")
@@ -198,6 +200,9 @@ def run_pages(chosen: list[Path]) -> Iterator[bool]:
                 for block in blocks_of(page.read_text("utf-8"), name_of(page))
                 if block.language in (*SHELL, "python")
             ]
+            if time.monotonic() > deadline_s:
+                print(f"{name_of(page)}  not run: the time is up", flush=True)
+                continue
             begins_trained = any(block.text.startswith(TRAIN) and not block.is_left_out for block in blocks)
             if begins_trained and not trained.exists():
                 shutil.copytree(untouched, trained, symlinks=True)
@@ -218,10 +223,11 @@ def main() -> int:
     known = {name_of(page): page for page in pages()}
     parser.add_argument("--page", action="append", choices=known, help="May be given several times.")
     parser.add_argument("--list", action="store_true", help="Only list the blocks that are not run.")
+    parser.add_argument("--within-s", type=float, default=math.inf, help="Begin no page later than this.")
     options = parser.parse_args()
     chosen = [known[name] for name in options.page or known]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
-    passed = [] if options.list else list(run_pages(chosen))
+    passed = [] if options.list else list(run_pages(chosen, options.within_s))
     print("\nNot run:")
     for page in chosen:
         for block in blocks_of(page.read_text("utf-8"), name_of(page)):

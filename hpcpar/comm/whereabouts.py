@@ -11,6 +11,7 @@ does not answer, nor does one of another node.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -86,10 +87,19 @@ def locate(place: Place) -> str | None:
             return None  # stopped, or another process has its number by now
         with open(path, encoding="utf-8", errors="replace") as file:
             file.seek(0, os.SEEK_END)
-            os.kill(place.pid, _SIGNAL)
+            _signal_main_thread(place.pid)
             return _users(_LINE.findall(_written(file))) or None
     except OSError:
         return None
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Signal the thread that runs the program: one of an MPI library, which has no stack, may take a kill."""
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if tgkill is None:  # glibc before 2.30
+        os.kill(pid, _SIGNAL)
+    elif tgkill(pid, pid, int(_SIGNAL)):
+        raise OSError(ctypes.get_errno(), f"tgkill of {pid}")
 
 
 def _written(file: TextIO) -> str:

@@ -150,6 +150,31 @@ def test_of_a_rank_that_computes_the_others_log_process_file_and_line(tmp_path, 
         assert "slow.py:9 in slow" in line
 
 
+ASKED_AT_ONCE = """
+import time
+import hpcpar
+from hpcpar.comm import whereabouts
+
+whereabouts.QUIET_LOOKS, whereabouts.ANSWER_WITHIN_S = 0, 1.0
+world = hpcpar.init()
+places = world.allgather_object(whereabouts.announce())
+for _ in range(20):
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(0.05)
+    elif whereabouts.locate(places[1]) is None:
+        print("no answer")
+"""
+
+
+def test_a_rank_that_several_ask_at_once_answers_all(tmp_path, run_ranks):
+    # A process's second signal goes to any thread, and that may take the first one with it.
+    script = tmp_path / "asked.py"
+    script.write_text(ASKED_AT_ONCE)
+    done = run_ranks(4, str(script))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
 DIFFERENT = """
 import os
 from hpcpar.launch import environment
