@@ -201,6 +201,32 @@ def test_a_block_that_fails_is_told(run_blocks: ModuleType, tmp_path: Path, text
     assert told in run_blocks.run(block, tmp_path)
 
 
+def test_pages_that_begin_by_training_share_one_training_and_no_other_file(
+    run_blocks: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run_blocks, "TRAIN", "touch trained")
+    monkeypatch.setattr(
+        run_blocks, "copy_of_files", lambda directory: (directory / ".home").mkdir(parents=True)
+    )
+    monkeypatch.setattr(run_blocks, "name_of", lambda page: page.stem)
+    texts = {
+        "a": "```sh\ntouch trained    # sets up, too\necho more >>trained\n```",
+        "b": "```sh\ntest ! -e trained\ntest ! -e other; touch other\n```",
+        "c": "```sh\ntest ! -e other\n```\n```sh\ntouch trained\ntest ! -s trained\n```",
+    }
+    pages = [tmp_path / f"{name}.md" for name in texts]
+    for page in pages:
+        page.write_text(texts[page.stem])
+    assert list(run_blocks.run_pages(pages, 60)) == [True] * 5
+    told = capsys.readouterr().out
+    assert [line.split(":")[0] for line in told.splitlines()] == ["touch trained", "a", "b", "c", "c"]
+    assert list(run_blocks.run_pages(pages, -1)) == []
+    assert capsys.readouterr().out.splitlines() == [f"{name}  not run: the time is up" for name in texts]
+
+
 def test_the_changes_of_a_ddp_script_on_the_page_are_those_of_the_two_programs(
     run_blocks: ModuleType,
 ) -> None:
