@@ -3,8 +3,9 @@
 matrix products      of depth 1024 and 64: peak, and the depth at which half of it is reached
 elementwise          a sum of two large arrays: bytes read and written per second
 attention            torch's scaled_dot_product_attention, causal
-training steps       of two small models: the share of all these rates that real layers reach, by the planner,
-                     and on CPUs what a launch takes in the interpreter and in torch
+training steps       of two small models: the share of all these rates that real layers reach, by the planner;
+                     on CPUs also a step of few tokens: what a launch takes in the interpreter and in torch,
+                     and the depth of real products
 launch               on GPUs: a sum of two numbers
 
 On CPUs as many processes as ranks share a node measure at once, as they will compute at once; of more ranks
@@ -13,11 +14,12 @@ than cores as many as have cores.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -33,6 +35,7 @@ from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import estimate
 from hpcpar.planner.layout import Layout
 from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.strategy import Strategy
 from hpcpar.units import GB, GiB, MiB
 
@@ -43,10 +46,13 @@ else:
 
 ROWS, DEEP, SHALLOW = 512, 1024, 64
 TOKENS, HEADS, HEAD_SIZE = 512, 4, 64
-MODELS, SEQUENCES, SEQUENCE = ("tiny", "5m"), 8, 128
+TRAINED = (("tiny", 8, 128), ("5m", 8, 128), ("tiny", 1, 4))
+"""Model, sequences and tokens of each, in the steps that are measured; the last one is mostly launches."""
+DEPTHS = range(0, 68, 4)
+"""Depths to choose among."""
 ELEMENTWISE_NBYTES = 32 * MiB
-SECONDS = 0.3
-"""Of each measurement."""
+SECONDS, STEP_SECONDS = 0.3, 1.0
+"""Of each measurement; and of each training step's."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class DeviceSpeed:
     memory_bandwidth   bytes/s of elementwise kernels
     launch_s           of one kernel, in the interpreter and in torch
     reached            share of these rates in training steps
+    ranks_per_core     that take turns on it
     """
 
     name: str
@@ -70,6 +77,7 @@ class DeviceSpeed:
     launch_s: float
     units: int = 1
     reached: float = 1.0
+    ranks_per_core: float = 1.0
 
 
 def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
@@ -105,47 +113,57 @@ def measure(threads: int, device: str = "cpu") -> DeviceSpeed:
 def _in_training(speed: DeviceSpeed, device: str) -> DeviceSpeed:
     """Return the speed with the share of its rates, and on CPUs the launch, that training steps show.
 
-    Of two models: measured = kernels / share + launches · launch_s, as the planner counts both.
+    measured = kernels / share + launches · launch_s, as the planner counts both. The last step tells
+    launch_s; with the best depth the others agree on the share.
     """
-    precision = "float32" if device == "cpu" else "bfloat16"
-    bare = replace(speed, launch_s=0.0) if device == "cpu" else speed
-    measured, kernels, launches = [], [], []
-    for preset in MODELS:
-        config = LlamaConfig.preset(preset)
-        measured.append(_seconds(_training_step(config, getattr(torch, precision), device), device))
-        kernels.append(_predicted_s(config, precision, bare))
-        launches.append(_predicted_s(config, precision, replace(speed, launch_s=1.0)) - kernels[-1])
-    if device == "cpu":
-        # Cramer's rule for 1 / share and launch_s.
-        whole = kernels[0] * launches[1] - kernels[1] * launches[0]
-        slowdown = (measured[0] * launches[1] - measured[1] * launches[0]) / whole
-        launch_s = (kernels[0] * measured[1] - kernels[1] * measured[0]) / whole
-        if slowdown < 1:  # all of the rates is reached, and what is left is the launches'
-            slowdown = 1.0
-            launch_s = statistics.mean(
-                (all_s - own_s) / number
-                for all_s, own_s, number in zip(measured, kernels, launches, strict=True)
-            )
-        if launch_s > 0:
-            return replace(speed, reached=1 / slowdown, launch_s=launch_s)
-    ratios = [predicted / seconds for predicted, seconds in zip(kernels, measured, strict=True)]
-    return replace(speed, reached=min(1.0, statistics.geometric_mean(ratios)))
+    on_host = device == "cpu"
+    precision = "float32" if on_host else "bfloat16"
+    steps = [(LlamaConfig.preset(preset), batch) for preset, *batch in (TRAINED if on_host else TRAINED[:2])]
+    measured = [
+        _seconds(_training_step(config, getattr(torch, precision), device, batch), device, STEP_SECONDS)
+        for config, batch in steps
+    ]
+
+    def predicted(speed: DeviceSpeed) -> list[float]:
+        return [_predicted_s(config, precision, speed, batch) for config, batch in steps]
+
+    if not on_host:
+        ratios = [kernels_s / step_s for kernels_s, step_s in zip(predicted(speed), measured, strict=True)]
+        return replace(speed, reached=min(1.0, statistics.geometric_mean(ratios)))
+    bare = predicted(replace(speed, launch_s=0.0))
+    launches = [
+        all_s - own_s for all_s, own_s in zip(predicted(replace(speed, launch_s=1.0)), bare, strict=True)
+    ]
+    launch_s = max(0.0, (measured[-1] - bare[-1]) / launches[-1])
+
+    def slowdowns(depth: int) -> list[float]:
+        kernels = predicted(replace(speed, depth=float(depth), launch_s=0.0))
+        rows = list(zip(measured, launches, kernels, strict=True))[:-1]
+        return [max(1.0, (step_s - number * launch_s) / own_s) for step_s, number, own_s in rows]
+
+    depth = min(DEPTHS, key=lambda depth: abs(math.log(slowdowns(depth)[0] / slowdowns(depth)[1])))
+    slowdown = statistics.geometric_mean(slowdowns(depth))
+    return replace(speed, depth=float(depth), reached=1 / slowdown, launch_s=launch_s)
 
 
-def _predicted_s(config: LlamaConfig, precision: str, speed: DeviceSpeed) -> float:
+def _predicted_s(config: LlamaConfig, precision: str, speed: DeviceSpeed, batch: Sequence[int]) -> float:
     """Return the planner's seconds of the training step that is measured, on this device alone."""
+    sequences, sequence = batch
     link = {"alpha_intra": 1e-6, "beta_intra": 1e-9}
     table = tomllib.loads(machine_toml("alone", speed, link, nodes=1, ranks_per_node=1))
     cluster = Cluster.from_table(table, where="measured", name="alone")
-    strategy = Strategy(Layout(), SEQUENCES, SEQUENCES, SEQUENCE, precision=precision)
-    return estimate(ModelShape.from_llama(config), cluster, strategy).step_s
+    strategy = Strategy(Layout(), sequences, sequences, sequence, precision=precision)
+    plain = replace(HPCPAR, step_kernels=0.0)  # it has none of the trainer's own work
+    return estimate(ModelShape.from_llama(config), cluster, strategy, plain).step_s
 
 
-def _training_step(config: LlamaConfig, dtype: torch.dtype, device: str) -> Callable[[], object]:
+def _training_step(
+    config: LlamaConfig, dtype: torch.dtype, device: str, batch: Sequence[int]
+) -> Callable[[], object]:
     """Return a step of a model on random tokens."""
     model = Llama(config, seed=0).to(device=device, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(config.vocab_size, (SEQUENCES, SEQUENCE), device=device)
+    tokens = torch.randint(config.vocab_size, tuple(batch), device=device)
 
     def step() -> None:
         model.loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
@@ -175,7 +193,9 @@ def measure_together(ranks: int, threads: int) -> DeviceSpeed:
         memory_nbytes=memory // ranks,
         peak_flops={name: share * rate for name, rate in middle.peak_flops.items()},
         memory_bandwidth=share * middle.memory_bandwidth,
-        launch_s=middle.launch_s / share,
+        reached=statistics.median(one.reached for one in speeds),
+        launch_s=statistics.median(one.launch_s for one in speeds) / share,
+        ranks_per_core=1 / share,
     )
 
 
@@ -185,8 +205,11 @@ def _product_rate(dtype: torch.dtype, depth: int, device: str) -> float:
     return 2 * ROWS * ROWS * depth / _seconds(lambda: left @ right, device)
 
 
-def _seconds(call: Callable[[], object], device: str) -> float:
-    """Return the median seconds of a call, to its end on the device."""
+def _seconds(call: Callable[[], object], device: str, for_s: float | None = None) -> float:
+    """Return the median seconds of a call, to its end on the device.
+
+    for_s   to measure for; None: SECONDS
+    """
 
     def timed() -> float:
         start_s = time.perf_counter()
@@ -197,7 +220,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
     timed()
     found: list[float] = []
-    end_s = time.perf_counter() + SECONDS
+    end_s = time.perf_counter() + (SECONDS if for_s is None else for_s)
     while len(found) < 5 or time.perf_counter() < end_s:
         found.append(timed())
     return statistics.median(found)
@@ -229,6 +252,7 @@ memory_gb_per_s = {speed.memory_bandwidth / GB:.4g}
 units = {speed.units}
 launch_us = {speed.launch_s * 1e6:.4g}
 on_host = {"false" if speed.units > 1 else "true"}
+ranks_per_core = {speed.ranks_per_core:g}
 
 [device.peak_tflops]
 {peaks}

@@ -2,7 +2,8 @@
 
     a100-dgx.toml
     devices_per_node = 8            nodes = 64
-    [device]                        name, memory_gib, memory_gb_per_s, watts, units, launch_us, on_host
+    [device]                        name, memory_gib, memory_gb_per_s, watts, units, launch_us, on_host,
+                                    ranks_per_core
     [device.peak_tflops]            float32, bfloat16, … of the matrix units
     [device.efficiency]             matrix, memory, attention: achievable shares of the peaks
     [links.node]                    devices of a node: alpha_us, gb_per_s of one device
@@ -57,6 +58,7 @@ class Device:
     memory_bandwidth   bytes/s
     units              multiprocessors: a matrix product's tiles are computed so many at a time; 1 = no waves
     launch_s           from the launch of one kernel to the next, at least
+    ranks_per_core     CPU ranks that take turns on a core, of whose rates each has its share
     on_host            it is the host's own core, which launches, computes and sends one after the other
     watts              of the device with its share of the node
     """
@@ -69,6 +71,7 @@ class Device:
     units: int = 1
     launch_s: float = 0.0
     on_host: bool = False
+    ranks_per_core: float = 1.0
     watts: float = 0.0
 
     def peak(self, precision: str) -> float:
@@ -204,6 +207,7 @@ def machine_names() -> list[str]:
 _KEYS = ("name", "source", "devices_per_node", "nodes", "device", "links", "host")
 _DEVICE_KEYS = (
     *("name", "memory_gib", "memory_gb_per_s", "watts", "units", "launch_us", "on_host"),
+    "ranks_per_core",
     *("peak_tflops", "efficiency"),
 )
 
@@ -269,6 +273,7 @@ def _device(read: _Reader, table: Mapping[str, Any]) -> Device:
         units=int(read.number(table, "units", "device.", default=1)) or 1,
         launch_s=1e-6 * read.number(table, "launch_us", "device.", default=0),
         on_host=read.switch(table, "on_host", "device."),
+        ranks_per_core=max(1.0, read.number(table, "ranks_per_core", "device.", default=1)),
         watts=read.number(table, "watts", "device.", default=0),
     )
 

@@ -59,7 +59,8 @@ def plain_layer_time(
     tokens = strategy.own_tokens
     own = tokens / (tp if strategy.sequence_parallel else 1)
     split = software.split * tokens * model.hidden_size / tp
-    passes = elementwise_s(device, software.whole * own * model.hidden_size + split)
+    rows_nbytes, expert_launches = _mixture(model, strategy, software, layer)
+    passes = elementwise_s(device, software.whole * own * model.hidden_size + split + rows_nbytes)
     exchanged = _exchanges(model, cluster, strategy, layer, core + scores)
     forward = {"matrix products": products, "attention": core + scores, "elementwise": passes}
     backward = {"matrix products": of_inputs, "attention": 2 * core + 2 * scores, "elementwise": 2 * passes}
@@ -67,12 +68,12 @@ def plain_layer_time(
     forward |= exchanged.exposed
     backward |= exchanged.exposed
     fused = software.fused_attention or _softmax_is_fused(model, strategy)
-    launched = (software.kernels + (0 if fused else software.softmax_kernels)) * max(
-        device.launch_s, software.launch_s
-    )
+    kernels = software.kernels + expert_launches + (0 if fused else software.softmax_kernels)
+    launched = software.launches_s(device, kernels)
+    called, called_back = (software.calls_s(device, calls) for calls in exchanged.calls)
     hides = 0.0 if device.on_host else 1.0
-    forward["launches"] = max(0.0, launched - hides * sum(forward.values()))
-    launched *= software.backward_kernels
+    forward["launches"] = max(0.0, launched + called - hides * sum(forward.values()))
+    launched = launched * software.backward_kernels + called_back
     backward["launches"] = max(0.0, launched - hides * (sum(backward.values()) + of_weights))
     return LayerTime(
         {"forward": forward, "backward": backward, "weight": weight},
@@ -156,6 +157,17 @@ def _core(model: ModelShape, cluster: Cluster, strategy: Strategy, software: Sof
     return products, elementwise_s(device, nbytes * count)
 
 
+def _mixture(model: ModelShape, strategy: Strategy, software: Software, layer: int) -> tuple[float, float]:
+    """Return the bytes of rows that a mixture's forward moves on one rank, and its launches."""
+    experts, layout = model.experts_of(layer), strategy.layout
+    if experts is None:
+        return 0.0, 0.0
+    rows = strategy.own_tokens * experts.per_token / (layout.tp if layout.etp == 1 else 1)
+    nbytes = software.rows_moved * strategy.itemsize * rows * model.hidden_size
+    own = max(1, experts.count // layout.ep)
+    return nbytes, software.routing_kernels + software.expert_kernels * own
+
+
 def _softmax_is_fused(model: ModelShape, strategy: Strategy) -> bool:
     """Return True where Megatron's fused softmax takes the rank's (batch, head) pairs: a multiple of four."""
     return strategy.microbatch * model.heads // strategy.layout.tp % 4 == 0
@@ -163,8 +175,12 @@ def _softmax_is_fused(model: ModelShape, strategy: Strategy) -> bool:
 
 @dataclass(frozen=True)
 class _Exchanges:
-    """Communication of one forward: exposed seconds by part; bytes and seconds by axis."""
+    """Communication of one forward: exposed seconds by part; bytes and seconds by axis.
 
+    calls   of collectives and messages in forward, and in backward
+    """
+
+    calls: tuple[int, int]
     exposed: Mapping[str, float]
     nbytes: Mapping[str, float]
     seconds: Mapping[str, float]
@@ -173,22 +189,26 @@ class _Exchanges:
 def _exchanges(
     model: ModelShape, cluster: Cluster, strategy: Strategy, layer: int, core_s: float
 ) -> _Exchanges:
-    layout = strategy.layout
-    width = {"float32": 4, "float64": 8}.get(strategy.precision, 2)
+    layout, calls, backward_calls = strategy.layout, 0, 0
+    width = strategy.itemsize
     unit = float(width * strategy.own_tokens * model.hidden_size)
     exposed, nbytes, seconds = {}, {}, {}
     if layout.tp > 1:
         group = Group.of(cluster, layout.tp, 1)
+        calls += 4 if strategy.sequence_parallel and cluster.device.on_host else 2
         seconds["tp"] = exposed["tensor parallel"] = 2 * allreduce_s(group, unit)
         nbytes["tp"] = 4 * (layout.tp - 1) / layout.tp * unit
     if layout.cp > 1:
         group = Group.of(cluster, layout.cp, layout.tp)
         if strategy.cp_method.startswith("ulysses"):
+            calls += 4
             heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size / layout.tp
             nbytes["cp"] = width * strategy.own_tokens * heads * (layout.cp - 1) / layout.cp
             seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + 4 * group.link.alpha_s
             exposed["context parallel"] = seconds["cp"]
         else:
+            calls += layout.cp - 1
+            backward_calls += layout.cp - 1  # keys once more, beside their gradients
             keys = 2 * max(1, model.kv_heads / layout.tp) * model.head_size * strategy.own_tokens
             nbytes["cp"] = width * keys * (layout.cp - 1)
             seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + (layout.cp - 1) * group.link.alpha_s
@@ -198,8 +218,9 @@ def _exchanges(
     experts = model.experts_of(layer)
     if experts is not None and layout.ep > 1:
         group = Group.of(cluster, layout.ep, layout.etp)
+        calls += 7  # counts; rows and outputs, whose collectives are compiled anew each time
         tokens = strategy.own_tokens / (layout.tp if layout.etp == 1 else 1)
         sent = width * tokens * experts.per_token * model.hidden_size * 2
         nbytes["ep"] = sent * (layout.ep - 1) / layout.ep
         seconds["ep"] = exposed["expert parallel"] = 2 * half_allreduce_s(group, sent / 2)
-    return _Exchanges(exposed, nbytes, seconds)
+    return _Exchanges((calls, calls + backward_calls), exposed, nbytes, seconds)

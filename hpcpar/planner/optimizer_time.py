@@ -24,7 +24,8 @@ def optimizer_s(
 ) -> float:
     """Return the seconds of the update on a rank with these stages."""
     own = own_parameters(model, strategy, held)
-    seconds = software.step_s + _elementwise_s(own, cluster, strategy, software)
+    seconds = software.step_s + software.launches_s(cluster.device, software.step_kernels)
+    seconds += _elementwise_s(own, cluster, strategy, software)
     if strategy.optimizer == "muon":
         device = cluster.device
         rate = device.peak("bfloat16") * device.efficiency.matrix

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcpar.planner.cluster import Device
+
 
 @dataclass(frozen=True)
 class Software:
@@ -24,13 +26,18 @@ class Software:
                       "product" and what is elementwise (torchtitan's operator-wise checkpointing)
     kernels           launches of a layer's forward
     backward_kernels  launches of its backward, in units of the forward's
+    expert_kernels    launches of one expert's forward, beyond those of a dense feed-forward
+    routing_kernels   launches of a mixture's forward for router, order of rows and sums over slots
+    rows_moved        reads and writes of rows [T·k, H] in a mixture's forward, beside its products
+    call_kernels      launches' time that the host spends on one collective or message
+    step_kernels      the same, on what is done once a step: optimizer, agreements, reading of tokens
     launch_s          of the host for one launch, in the interpreter and the library; the device's at least
     head_rate         share of the layers' rate that the output projection reaches
     logits            elementwise bytes of loss and its backward for each logit
     overlap           share of the backward behind which gradients are reduced; 0 = after it
     hides_messages    the pipeline's messages travel while both ranks compute
     scatters_messages each tp rank sends its part of a message, which is gathered inside the node
-    step_s            of the optimizer's launches and of what the host does once a step
+    step_s            more that the host does once a step
     gradient_bytes    of one gradient in memory and on the links
     moment_dtype      type of the optimizer's moments; None = as the master weights
     float32_parameters   parameters are kept in float32 and rounded when they are gathered
@@ -51,6 +58,11 @@ class Software:
     softmax_kernels: float = 8
     kernels: float = 20
     backward_kernels: float = 1.0
+    expert_kernels: float = 5
+    routing_kernels: float = 15
+    rows_moved: float = 11
+    call_kernels: float = 0
+    step_kernels: float = 0
     launch_s: float = 0.0
     head_rate: float = 1.0
     logits: float = 20.0
@@ -66,8 +78,19 @@ class Software:
     workspace_nbytes: int = 0
     causal_mfu: bool = False
 
+    def launches_s(self, device: Device, kernels: float) -> float:
+        """Return what so many launches take."""
+        return kernels * max(device.launch_s, self.launch_s)
 
-HPCPAR = Software("hpcpar")
+    def calls_s(self, device: Device, calls: float) -> float:
+        """Return what the host needs for so many collectives or messages.
+
+        Ranks that share a core wait in each of them for the others' turns.
+        """
+        return self.launches_s(device, self.call_kernels * calls * device.ranks_per_core)
+
+
+HPCPAR = Software("hpcpar", call_kernels=13, step_kernels=900)
 
 SOFTWARE = {
     each.name: each

@@ -125,10 +125,12 @@ def passes_time(
     times = [alike[stage] for stage in stages]
     hop = _hop_s(model, cluster, strategy, software)
     blocking = hop if strategy.stages > 1 and not software.hides_messages else 0.0
+    if strategy.stages > 1 and cluster.device.on_host:  # to start and await a receive and a send
+        blocking += software.calls_s(cluster.device, 4)
     forward, backward, weight = ([one.seconds(which) for one in times] for which in PASSES)
     forward = [seconds + blocking for seconds in forward]
     backward = [seconds + blocking for seconds in backward]
-    span = span_s(strategy, forward, backward, weight, 0.0 if blocking else hop)
+    span = span_s(strategy, forward, backward, weight, hop if software.hides_messages else 0.0)
     by_rank = [sum(forward[s] + backward[s] + weight[s] for s in held) for held in stages_of_ranks(strategy)]
     slowest = max(range(len(by_rank)), key=by_rank.__getitem__)
     numbers = stages_of_ranks(strategy)[slowest]
@@ -139,7 +141,12 @@ def passes_time(
             for part, seconds in times[number].passes[which].items():
                 parts[part] += m * seconds
     parts["pipeline"] += 2 * m * blocking * len(numbers)
-    parts["bubble"] = max(0.0, span - m * by_rank[slowest])
+    # Ranks that share a core compute while others idle: no step is shorter than their mean work.
+    busy_s = m * by_rank[slowest]
+    step_s = max(span / cluster.device.ranks_per_core, m * sum(by_rank) / len(by_rank))
+    if step_s < busy_s:
+        parts = {part: seconds * step_s / busy_s for part, seconds in parts.items()}
+    parts["bubble"] = max(0.0, step_s - busy_s)
     return PassesTime(parts, held, m * sum(weight[s] for s in numbers), of_layers)
 
 
@@ -196,11 +203,7 @@ def _hop_s(model: ModelShape, cluster: Cluster, strategy: Strategy, software: So
 
 def _message_nbytes(model: ModelShape, strategy: Strategy, software: Software) -> float:
     share = strategy.layout.tp if strategy.sequence_parallel or software.scatters_messages else 1
-    return _itemsize(strategy) * strategy.own_tokens * model.hidden_size / share
-
-
-def _itemsize(strategy: Strategy) -> int:
-    return {"float32": 4, "float64": 8}.get(strategy.precision, 2)
+    return strategy.itemsize * strategy.own_tokens * model.hidden_size / share
 
 
 def _reduction(
@@ -214,7 +217,7 @@ def _reduction(
     """Return the traffic of gradients and of sharded parameters."""
     layout, m = strategy.layout, strategy.microbatches
     own = own_parameters(model, strategy, held)
-    width = software.gradient_bytes or _itemsize(strategy)
+    width = software.gradient_bytes or strategy.itemsize
     total = hidden = nbytes = 0.0
     overlap = 0.0 if cluster.device.on_host else software.overlap
     groups = (
@@ -237,22 +240,26 @@ def _reduction(
         group = Group.of(cluster, ranks, stride)
         link = group.link.name if copies == ranks else link
         gradient = half_allreduce_s(group, width * parameters)
-        weights = half_allreduce_s(group, _itemsize(strategy) * parameters)
+        weights = half_allreduce_s(group, strategy.itemsize * parameters)
         share = (ranks - 1) / ranks * parameters
         if strategy.zero_stage < 2 or stays_gathered(strategy, software):
             seconds = gradient + (weights if strategy.zero_stage else gradient)
-            nbytes += share * (width + (_itemsize(strategy) if strategy.zero_stage else width))
+            nbytes += share * (width + (strategy.itemsize if strategy.zero_stage else width))
             last_backward = behind_s / m
             hidden += min(seconds / 2 if strategy.zero_stage else seconds, overlap * last_backward)
         elif strategy.zero_stage == 2 or strategy.keeps_gathered:
             seconds = m * gradient + weights
-            nbytes += share * (m * width + _itemsize(strategy))
+            nbytes += share * (m * width + strategy.itemsize)
             hidden += min(m * gradient, overlap * behind_s)
         else:
             seconds = m * (gradient + 2 * weights)
-            nbytes += share * m * (width + 2 * _itemsize(strategy))
+            nbytes += share * m * (width + 2 * strategy.itemsize)
             hidden += min(seconds, overlap * 3 * behind_s)
         total += seconds
+    if strategy.zero_stage == 3 and strategy.shard_ranks > 1 and cluster.device.on_host:
+        units = sum(stage.layers + stage.embeds + stage.heads for stage in held)
+        whole = stays_gathered(strategy, software) or strategy.keeps_gathered
+        total += software.calls_s(cluster.device, units * (2 + m if whole else 3 * m))
     return AxisTraffic("dp", link, nbytes, total, hidden)
 
 

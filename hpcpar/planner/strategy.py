@@ -94,6 +94,11 @@ class Strategy:
             find(self.schedule).place(self.layout.pp, self.stages_per_rank)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return {"float32": 4, "float64": 8}.get(self.precision, 2)
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of one rank in an optimizer step."""
         return self.global_batch // (self.layout.dp * self.microbatch)

@@ -35,8 +35,10 @@ one piece: 5 KB at least.
 SPIN_ATTEMPTS = 64
 """Fruitless tests before a wait first offers its core to others (one test is about 0.3 µs)."""
 
-NAP_ATTEMPTS = 2000
+NAP_ATTEMPTS, SHARED_NAP_ATTEMPTS = 2000, 200
 NAP_S = 50e-6
+"""Fruitless tests before a wait naps, on a core of its own, and on one that ranks share: an idle stage of a
+pipeline leaves it to the others sooner."""
 
 
 NOT_COMPLETE = -12345
@@ -261,7 +263,7 @@ class MpiTransport:
         return _fence_window.Sync
 
     def pause(self, attempt: int) -> None:
-        if attempt > NAP_ATTEMPTS:
+        if attempt > (SHARED_NAP_ATTEMPTS if self.yield_at_once else NAP_ATTEMPTS):
             time.sleep(NAP_S)
         elif self.yield_at_once or attempt > SPIN_ATTEMPTS:
             os.sched_yield()

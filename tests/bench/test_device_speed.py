@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_place_that_cannot_be_written_is_refused() -> None:
 
 def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_speed, "SECONDS", 0.01)
+    monkeypatch.setattr(device_speed, "STEP_SECONDS", 0.01)
     found = device_speed.measure(1)
     assert found.peak_flops.keys() == {"float32", "float64", "bfloat16"}
     assert all(1e8 < rate < 1e14 for rate in found.peak_flops.values())
@@ -55,6 +57,21 @@ def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.launch_s < 1e-2
     assert found.depth >= 0
     assert 0 < found.reached <= 1
+
+
+def test_training_steps_tell_share_launch_and_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = replace(SPEED, reached=0.7, depth=24.0, launch_s=1e-4)
+    monkeypatch.setattr(device_speed, "_training_step", lambda config, dtype, device, batch: (config, batch))
+    monkeypatch.setattr(
+        device_speed,
+        "_seconds",
+        lambda step, *_: device_speed._predicted_s(step[0], "float32", truth, step[1]),
+    )
+    found = device_speed._in_training(SPEED, "cpu")
+    # The kernels of the step that tells the launch are taken at their full rate.
+    assert found.launch_s == pytest.approx(1e-4, rel=0.1)
+    assert found.reached == pytest.approx(0.7, rel=0.03)
+    assert abs(found.depth - 24) <= 8
 
 
 def test_more_ranks_than_cores_share_the_time_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +91,4 @@ def test_more_ranks_than_cores_share_the_time_of_those(monkeypatch: pytest.Monke
     assert four.peak_flops == {name: rate / 2 for name, rate in SPEED.peak_flops.items()}
     assert four.memory_bandwidth == SPEED.memory_bandwidth / 2
     assert four.launch_s == 2 * SPEED.launch_s
+    assert (pair.ranks_per_core, four.ranks_per_core) == (1, 2)

@@ -10,10 +10,14 @@ from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import Layout
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.estimate import estimate
+from hpcpar.planner.experts import Experts
 from hpcpar.planner.model_shapes import PUBLISHED, ModelShape
 from hpcpar.planner.pipeline_time import closed_span_s, span_s
 from hpcpar.planner.shapes import PRESETS, Recompute
+from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.strategy import Strategy
+
+NO_CALLS = replace(HPCPAR, call_kernels=0)
 
 
 def test_parts_sum_to_the_step_and_the_worst_rank_is_named() -> None:
@@ -123,3 +127,59 @@ def test_on_the_host_launches_add_to_the_kernels_and_no_communication_hides() ->
     (of_dp,) = alone.traffic
     assert of_dp.hidden_s == 0 < queued.traffic[0].hidden_s
     assert alone.parts()["data parallel"] == pytest.approx(of_dp.seconds)
+
+
+def on_cpus(ranks: int, ranks_per_core: float = 1.0) -> Cluster:
+    """So many ranks of a node, and 1 ms for each launch."""
+    cluster = Cluster.named("two-cores")
+    device = replace(cluster.device, launch_s=1e-3, ranks_per_core=ranks_per_core)
+    return replace(cluster, device=device, devices_per_node=ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "calls"),
+    [
+        (Layout(tp=2), {}, 4 * 2 * 2),  # layers, passes, all-reduces of each
+        (Layout(tp=2), {"sequence_parallel": True}, 4 * 2 * 4),
+        (Layout(cp=2), {}, 4 * (1 + 2)),  # keys; keys once more, and their gradients
+        # Units of ZeRO-3, with embedding and head: two gathers and a reduction of each.
+        (Layout(dp=2), {"zero_stage": 3}, (4 + 2) * 3),
+        (Layout(dp=2), {"zero_stage": 3, "microbatch": 1}, (4 + 2) * 3 * 2),
+        (Layout(dp=2), {"zero_stage": 3, "microbatch": 1, "reshard": "step"}, (4 + 2) * (2 + 2)),
+    ],
+)
+def test_on_the_host_each_collective_takes_launches_and_turns_of_those_on_its_core(
+    layout: Layout, more: dict[str, object], calls: int
+) -> None:
+    strategy = Strategy(layout, 2 * layout.dp, 2, 64, precision="float32")
+    strategy = replace(strategy, **more)  # type: ignore[arg-type]
+    model = ModelShape.named("tiny")
+    for ranks_per_core in (1, 2):
+        cluster = on_cpus(2, ranks_per_core)
+        with_calls, without = (estimate(model, cluster, strategy, each) for each in (HPCPAR, NO_CALLS))
+        expected = calls * HPCPAR.call_kernels * ranks_per_core * 1e-3
+        assert with_calls.step_s - without.step_s == pytest.approx(expected)
+
+
+def test_a_mixture_takes_launches_for_its_router_and_for_each_expert_of_the_rank() -> None:
+    def launches(count: int, ep: int) -> float:
+        shape = replace(ModelShape.named("tiny"), experts=Experts(count, 2, 128))
+        strategy = Strategy(Layout(dp=4, ep=ep), 4, 1, 64, precision="float32")
+        found = estimate(shape, on_cpus(4), strategy, NO_CALLS)
+        return found.parts()["launches"] / (2 * shape.layers * 1e-3)
+
+    assert launches(8, 1) == pytest.approx(
+        HPCPAR.kernels + HPCPAR.routing_kernels + 8 * HPCPAR.expert_kernels
+    )
+    assert launches(8, 1) - launches(8, 4) == pytest.approx(6 * HPCPAR.expert_kernels)
+
+
+def test_stages_that_share_a_core_compute_while_others_idle() -> None:
+    model = ModelShape.named("tiny")
+    strategy = Strategy(Layout(pp=4), 4, 1, 256, precision="float32")
+    own, shared = (estimate(model, on_cpus(4, each), strategy, NO_CALLS) for each in (1, 4))
+    assert own.parts()["bubble"] > 0 == shared.parts()["bubble"]
+    alone = estimate(model, on_cpus(1), Strategy(Layout(), 4, 1, 256, precision="float32"), NO_CALLS)
+    passes = {key: seconds for key, seconds in alone.parts().items() if key not in ("optimizer", "pipeline")}
+    busy = {key: seconds for key, seconds in shared.parts().items() if key not in ("optimizer", "pipeline")}
+    assert 4 * sum(busy.values()) == pytest.approx(sum(passes.values()))

@@ -26,9 +26,16 @@ def test_ranks_of_one_machine_are_on_one_node(world):
 
 
 @pytest.mark.mpi
-def test_waits_yield_when_there_are_more_ranks_than_cores(world):
+def test_waits_yield_and_nap_sooner_when_there_are_more_ranks_than_cores(world, monkeypatch):
+    from hpcpar.transport import mpi
+
     crowded = world.size > len(os.sched_getaffinity(0))
     assert world._transport.yield_at_once == crowded
+    naps = []
+    monkeypatch.setattr(mpi.time, "sleep", naps.append)
+    for attempt in (mpi.SHARED_NAP_ATTEMPTS, mpi.SHARED_NAP_ATTEMPTS + 1, mpi.NAP_ATTEMPTS + 1):
+        world._transport.pause(attempt)
+    assert naps == [mpi.NAP_S] * (2 if crowded else 1)
 
 
 @pytest.mark.mpi
