@@ -235,7 +235,7 @@ def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
             f"microbatch={asked} does not divide the {request.global_batch // layout.dp} sequences of each "
             f"of dp={layout.dp} ranks",
         )
-    if True in request.fixed.get("sequence_parallel", ()) and not _sequence_parallel(request, layout):
+    if True in request.fixed.get("sequence_parallel", ()) and True not in _sequence_parallel(request, layout):
         return Rejected(
             layout,
             "sequence",
@@ -291,16 +291,22 @@ def _pipelines(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, int 
             yield schedule, None
 
 
-def _sequence_parallel(request: PlanRequest, layout: Layout) -> bool:
-    """True where the sequence is divided over tp: wherever it can be: it needs less, and no longer."""
-    can = layout.tp > 1 and sequence_parallel_fits(layout, request.sequence)
-    return can and request.allows("sequence_parallel", True)
+def _sequence_parallel(request: PlanRequest, layout: Layout) -> tuple[bool, ...]:
+    """Return True where the sequence can be divided over tp: it needs less, and no longer, but on CPUs.
+
+    There each of its calls takes time of the rank's, so that both are searched.
+    """
+    if layout.tp == 1 or not sequence_parallel_fits(layout, request.sequence):
+        return (False,)
+    searched = (True, False) if request.cluster.device.on_host else (True,)
+    return tuple(each for each in searched if request.allows("sequence_parallel", each)) or (False,)
 
 
 def _with_any(
     request: PlanRequest, layout: Layout, microbatch: int, recompute: Recompute
 ) -> Iterator[Strategy]:
-    for method in request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",):
+    methods = request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",)
+    for method, divided in itertools.product(methods, _sequence_parallel(request, layout)):
         yield Strategy(
             layout,
             request.global_batch,
@@ -309,7 +315,7 @@ def _with_any(
             zero_stage=0 if layout.shard_ranks is None else 1,
             recompute=recompute,
             precision=request.precision,
-            sequence_parallel=_sequence_parallel(request, layout),
+            sequence_parallel=divided,
             cp_method=method,
         )
 
@@ -440,7 +446,10 @@ class _Memory:
     def fitting(self, some: Strategy) -> Iterator[Strategy]:
         """Yield the strategies that differ from `some` in ZeRO's stage and fit."""
         request, microbatch = self.request, some.microbatch
-        key = some.layout, some.schedule, some.stages_per_rank, some.recompute.mode, some.cp_method
+        key = (
+            *(some.layout, some.schedule, some.stages_per_rank),
+            *(some.recompute.mode, some.cp_method, some.sequence_parallel),
+        )
         smallest = min(microbatches_of(request, some.layout))
         for stage in reversed(_zero_stages(request, some)):
             # Most that do not fit do not with the smallest microbatch either: one look for all of them.

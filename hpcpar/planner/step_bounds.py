@@ -74,6 +74,8 @@ class StepBounds:
         total, p, m = one.total.seconds, strategy.layout.pp, strategy.microbatches
         if p == 1:
             return m * total
+        if self._cluster.device.ranks_per_core > 1:  # others compute while a rank idles
+            return m * total / p
         slowest = max(total / p, pipeline.most * one.least.seconds)
         if m * strategy.stages <= SIMULATED:
             least, before, own = one.least, pipeline.before, m * pipeline.last
@@ -96,7 +98,10 @@ class StepBounds:
 
     def _microbatch(self, strategy: Strategy) -> _Microbatch:
         layout = strategy.layout
-        key = (layout.cp, layout.tp, layout.ep, layout.etp, strategy.microbatch, strategy.cp_method)
+        key = (
+            *(layout.cp, layout.tp, layout.ep, layout.etp),
+            *(strategy.microbatch, strategy.cp_method, strategy.sequence_parallel),
+        )
         mode = strategy.recompute.mode
         if (*key, mode) in self._microbatches:
             return self._microbatches[(*key, mode)]

@@ -79,14 +79,24 @@ def priced(request: PlanRequest, strategy: Strategy) -> Estimate | None:
 
 
 @pytest.mark.parametrize(
-    ("model", "memory_gib", "batch"),
-    [(DENSE, 40, 16), (DENSE, 1.6, 32), (DENSE, 0.9, 8), (MIXTURE, 40, 2), (MIXTURE, 8, 8)],
-    ids=["roomy", "tight", "scarce", "mixture", "mixture-tight"],
+    ("model", "memory_gib", "batch", "of_device"),
+    [
+        (DENSE, 40, 16, {}),
+        (DENSE, 1.6, 32, {}),
+        (DENSE, 0.9, 8, {}),
+        (MIXTURE, 40, 2, {}),
+        (MIXTURE, 8, 8, {}),
+        (DENSE, 1.6, 8, {"on_host": True, "launch_s": 2e-5}),
+        (MIXTURE, 8, 8, {"on_host": True, "launch_s": 2e-4, "ranks_per_core": 2.0}),
+    ],
+    ids=["roomy", "tight", "scarce", "mixture", "mixture-tight", "cpus", "shared-cpus"],
 )
 def test_the_search_finds_what_pricing_every_strategy_finds(
-    model: ModelShape, memory_gib: float, batch: int
+    model: ModelShape, memory_gib: float, batch: int, of_device: dict[str, float]
 ) -> None:
-    request = PlanRequest(model, cluster_with(memory_gib), batch, 1024)
+    cluster = cluster_with(memory_gib)
+    cluster = replace(cluster, device=replace(cluster.device, **of_device))  # type: ignore[arg-type]
+    request = PlanRequest(model, cluster, batch, 1024)
     plan = search(request, top=1000)
     refused = {one.layout for one in plan.rejected}
     best: dict[Layout, float] = {}

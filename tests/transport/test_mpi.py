@@ -88,7 +88,7 @@ def test_only_a_truncated_message_is_told_as_longer_than_its_buffer(world):
         assert MPI.Get_error_string(code) in str(told)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)  # Open MPI 4.1 cuts what a rank sends itself, and does not say so
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_an_exchange_of_several_messages_names_the_one_that_is_too_long(world, pieces):
     transport = type(world._transport).world()
