@@ -141,10 +141,10 @@ class BucketGate:
             self._engine.poll(self._ticket)
 
     def _open(self) -> None:
-        self._is_open = True
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             bucket.leave()
+        self._is_open = True  # last: a thread that sees it takes the buckets for begun
 
 
 class _GatedBucket:
