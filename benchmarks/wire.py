@@ -205,7 +205,7 @@ def measure_on_all_ranks(job: Job) -> int:
         (lambda text: print(text, flush=True)) if world.rank == 0 else lambda text: None
     )
     with peers.connected(world, job.candidates) as (others, said):
-        options = sweep.Options(rounds=job.rounds)
+        options = sweep.SweepOptions(rounds=job.rounds)
         facts = sweep.header(options, world, library_facts()["vendor"], said)
         facts |= {"benchmark": "wire", "link": link_facts(), "transport": job.transport}
         for name, value in facts.items():

@@ -12,7 +12,6 @@ from hpcpar import partition
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import Result
 from hpcpar.comm.plan import Offsets
-from hpcpar.comm.request import is_used_in_place
 from hpcpar.comm.spaces import Spaces, copying
 from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.transport.buffers import Binding, HostBuffer, bind
@@ -89,10 +88,8 @@ def view(
     """
     devices = calls.runtime.devices
     if devices is None or not is_on_device(array):
-        binding = bind(array, writable=writable, what=what)
-        if is_used_in_place(array):
-            # A compiled collective that is kept holds no reference to the caller's memory.
-            binding = Binding(array, binding.host.unowned(), binding.write_back)
+        # A compiled collective that is kept holds no reference to the caller's memory.
+        binding = bind(array, writable=writable, what=what, owns=False)
     elif isinstance(beside, DeviceBuffer):
         binding = bind_device(array, partial(_queue_beside, beside, what), writable=writable, what=what)
     else:

@@ -19,7 +19,7 @@ from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
 from hpcpar.comm.executors.peer_message import PeerMessage
-from hpcpar.comm.executors.shared_binding import NodeLayout, bind_steps, is_short
+from hpcpar.comm.executors.shared_binding import NodeLayout, Schedules, bind_steps, is_short
 from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
@@ -61,7 +61,7 @@ CALLS_TOLD_APART = 256
 """Calls with fresh requests that may be under way at once."""
 
 
-NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), "uint8", 1)
+NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), "uint8", 1)
 """Data of a barrier."""
 
 
@@ -336,17 +336,9 @@ def _layout(
     """The schedules of a node's ranks, as each of them knows them; None where they use messages."""
     if calls.segment is None or not (calls.is_all_shared or _is_in_part(calls, arguments, algorithm, whole)):
         return None
-    return NodeLayout(
-        algorithm,
-        calls.size,
-        arguments.root or 0,
-        segments,
-        calls.transport.nodes,
-        cut,
-        whole.itemsize,
-        is_uneven=not arguments.same_everywhere,
-        reads_input=arguments.reads_input,
-    )
+    nodes, root = calls.transport.nodes, arguments.root or 0
+    schedules = Schedules(algorithm, calls.size, root, segments, nodes, arguments.reads_input)
+    return NodeLayout(schedules, cut, whole.itemsize, is_uneven=not arguments.same_everywhere)
 
 
 def _is_in_part(calls: Calls, arguments: Arguments, algorithm: Algorithm, whole: HostBuffer) -> bool:
@@ -369,7 +361,7 @@ def _shared_call(
     short = calls.is_all_shared and is_short(segment, layout, nbytes, combines=arguments.combines)
     if not short and not segment.pids:
         return None
-    described = f"{compiled.described}, by {layout.algorithm.name}"
+    described = f"{compiled.described}, by {layout.schedules.algorithm.name}"
     tell = partial(calls.runtime.watch.note_mismatch, calls.comm_id)
     call = SharedCall(segment, layout, calls.rank, spaces, described, is_short=short, tell=tell)
     if layout.is_uneven:

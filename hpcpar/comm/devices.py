@@ -107,7 +107,7 @@ def _open_shown(imports: Imports, descriptor: bytes, queues: Collection[Queue]) 
 def lead_caller(buffer: DeviceBuffer) -> None:
     """Make the caller's current stream wait for the buffer's queue."""
     buffer.queue.use()
-    buffer.queue.lead(buffer.elements())
+    buffer.queue.lead(buffer.stream())
 
 
 def open_devices(comm: Communicator, asked: str, mpi_takes_pointers: Callable[[], bool]) -> Devices | None:

@@ -33,13 +33,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from hpcpar.comm.blocks import Action, tensor
 from hpcpar.comm.reductions import finishing, require_scale, scaling
 from hpcpar.comm.spaces import copying
 from hpcpar.errors import OperationError
-from hpcpar.transport.buffers import HostBuffer, tensor_on
+from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.interface import Octets
 
@@ -139,12 +137,8 @@ def require_wire(wire: str, dtype: str) -> None:
 def wire_buffer(wire: str, octets: Octets, beside: HostBuffer | None = None) -> HostBuffer:
     """View bytes, on the GPU where `beside` is on one, as elements of a wire type, two bytes each."""
     if isinstance(beside, DeviceBuffer):
-        return DeviceBuffer(beside.elements, octets, wire, 2)
-    if wire == "float16":
-        return HostBuffer(octets.view(np.float16), octets, wire, 2)
-    import torch
-
-    return HostBuffer(tensor_on(octets, torch.bfloat16), octets, wire, 2)
+        return DeviceBuffer(octets, wire, 2, beside.stream)
+    return HostBuffer(octets, wire, 2)
 
 
 def encoding(

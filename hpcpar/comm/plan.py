@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -28,6 +30,8 @@ class Message:
     combine    reduce it into the ranges on arrival, instead of overwriting them
     own_turn   number of combined messages that precede this rank's own operand
     own        where this rank's own operands lie; None: in the ranges themselves
+    place      number of the schedule's earlier messages between the two ranks in this direction: it meets
+               the peer's of the same number
     """
 
     peer: int
@@ -36,6 +40,7 @@ class Message:
     combine: bool = False
     own_turn: int = 0
     own: tuple[Run, ...] | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,10 @@ def plan(
         assert found is not None, "asked before"
         schedule, fresh = found
         edges["input"] = edges["data"]
-    return counted(tuple(_plan_step(step, index, edges, fresh[index]) for index, step in enumerate(schedule)))
+    places: defaultdict[tuple[bool, int], Iterator[int]] = defaultdict(itertools.count)
+    return counted(
+        tuple(_plan_step(step, index, edges, fresh[index], places) for index, step in enumerate(schedule))
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -156,20 +164,29 @@ def counted(steps: tuple[PlannedStep, ...]) -> Plan:
     )
 
 
-def _plan_step(step: Step, index: int, edges: dict[Space, Edges], fresh: Sequence[bool]) -> PlannedStep:
+def _plan_step(
+    step: Step,
+    index: int,
+    edges: dict[Space, Edges],
+    fresh: Sequence[bool],
+    places: Mapping[tuple[bool, int], Iterator[int]],
+) -> PlannedStep:
     copies = [
         (_run(copy.space, source, edges), _run(copy.into_space, target, edges))
         for copy in step.copies
         for source, target in zip(copy.chunks, copy.into, strict=True)
     ]
-    sends = [Message(send.to, *runs_of(send, edges)) for send in step.sends]
+    sends = [
+        Message(send.to, *runs_of(send, edges), place=next(places[True, send.to])) for send in step.sends
+    ]
     receives = []
     for r, is_fresh in zip(step.receives, fresh, strict=True):
         runs, count = runs_of(r, edges)
         own: tuple[Run, ...] | None = None
         if is_fresh:
             own = tuple(("input", start, stop) for _, start, stop in runs)
-        receives.append(Message(r.source, runs, count, r.combine, step.own_turn, own))
+        place = next(places[False, r.source])
+        receives.append(Message(r.source, runs, count, r.combine, step.own_turn, own, place))
     return PlannedStep(
         tuple(copies),
         tuple(message for message in sends if message.count or not message.runs),

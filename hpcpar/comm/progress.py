@@ -135,10 +135,11 @@ class Progress:
                 if handle.is_done if handle is not None else not compiled.is_under_way:
                     return
                 # Whoever looks at one word of memory holds no lock meanwhile: other threads go on.
-                words, word, value = (is_alone and compiled.executor.awaited) or NOTHING_AWAITED
+                awaited = compiled.executor.awaited if is_alone else None
+                words, word, value = awaited or NOTHING_AWAITED
                 for _ in range(LOOKS_AT_A_WORD):
                     attempt += 1
-                    self._transport.pause(attempt)
+                    self._transport.pause(attempt, drives_messages=awaited is None)
                     if attempt % ATTEMPTS_BETWEEN_LOOKS == 0:
                         self._watch.look(compiled, time.perf_counter() - started_s, compiled.call)
                     if words[word] != value:

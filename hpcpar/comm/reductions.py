@@ -125,7 +125,7 @@ def combining(op: str, into: HostBuffer, one: HostBuffer, other: HostBuffer) -> 
         return []
     if isinstance(into, DeviceBuffer):
         return [partial(_fold_on_device, op, into, (one, other))]
-    if into.dtype not in _HALVES or (_is_numpy(into) and into.count <= _FEW):
+    if into.dtype not in _HALVES or (into.dtype == "float16" and into.count <= _FEW):
         function, total = NUMPY[op], into.elements
         if into.count == 1 and into.address in (one.address, other.address):
             # NumPy takes one element that is source and result for an overlap, and copies: 0.5 µs.
@@ -269,10 +269,6 @@ def _fold_on_device(
         divisor=divisor,
         stream=queue.stream,
     )
-
-
-def _is_numpy(buffer: HostBuffer) -> bool:
-    return isinstance(buffer.elements, np.ndarray)
 
 
 def _arithmetic(buffer: HostBuffer) -> Any:

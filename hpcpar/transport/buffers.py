@@ -27,21 +27,30 @@ DTYPES = (
 )
 """Element types that can be communicated."""
 
+PYBUF_WRITE = 0x200
+_memoryview_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memoryview_at.restype = ctypes.py_object
+
 _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """One-dimensional contiguous host memory, as elements and as bytes.
+    """One-dimensional contiguous host memory, as bytes and as elements."""
 
-    elements   a NumPy array, or a torch tensor where NumPy has no such type (bfloat16)
-    octets     the same memory as bytes
-    """
-
-    elements: Any
     octets: Octets
     dtype: str
     itemsize: int
+
+    @property
+    def elements(self) -> Any:
+        """A NumPy array, or a torch tensor where NumPy has no such type (bfloat16)."""
+        if self.dtype != "bfloat16":
+            return self.octets.view(self.dtype)
+        import torch
+
+        return tensor_on(self.octets, torch.bfloat16)
 
     @property
     def count(self) -> int:
@@ -49,14 +58,11 @@ class HostBuffer:
 
     def part(self, start: int, stop: int) -> HostBuffer:
         """Elements start to stop, sharing memory."""
-        octets = self.octets[start * self.itemsize : stop * self.itemsize]
-        return HostBuffer(self.elements[start:stop], octets, self.dtype, self.itemsize)
+        return self.like(self.octets[start * self.itemsize : stop * self.itemsize])
 
     def like(self, octets: Octets) -> HostBuffer:
         """Other bytes seen as elements of this buffer's type."""
-        if isinstance(self.elements, np.ndarray):
-            return HostBuffer(octets.view(self.elements.dtype), octets, self.dtype, self.itemsize)
-        return HostBuffer(tensor_on(octets, self.elements.dtype), octets, self.dtype, self.itemsize)
+        return HostBuffer(octets, self.dtype, self.itemsize)
 
     @property
     def address(self) -> int:
@@ -89,23 +95,23 @@ class Binding:
                  the same
     """
 
-    array: Any
     host: HostBuffer
     write_back: Callable[[], object] | None = None
 
 
-def bind(array: Any, *, writable: bool, what: str = "buffer") -> Binding:
+def bind(array: Any, *, writable: bool, what: str = "buffer", owns: bool = True) -> Binding:
     """See a NumPy array, torch tensor or CuPy array of any shape as flat host memory.
 
     writable   the operation will write to it
     what       the argument's name, for errors
+    owns       False: of an array that is used in place the host memory is a borrowed view
     errors     BufferTypeError for other objects, unknown element types, arrays without plain memory of
                their own, and results into read-only memory or into elements that share memory
     """
     if isinstance(array, np.ndarray):
-        return _bind_numpy(array, writable=writable, what=what)
+        return _bind_numpy(array, writable=writable, what=what, owns=owns)
     if is_torch(array):
-        return _bind_torch(array, writable=writable, what=what)
+        return _bind_torch(array, writable=writable, what=what, owns=owns)
     if is_cupy(array):
         return _bind_cupy(array, what)
     raise BufferTypeError(
@@ -153,8 +159,7 @@ def from_octets(octets: Octets | None, shape: Sequence[int], dtype: Any) -> Any:
 
 def octets_at(address: int, nbytes: int) -> Octets:
     """Memory as bytes: a borrowed view, whose owner the caller must keep alive."""
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
-    return np.frombuffer(memory, dtype=np.uint8)
+    return np.frombuffer(_memoryview_at(address, nbytes, PYBUF_WRITE), dtype=np.uint8)
 
 
 def tensor_on(memory: NDArray[Any], dtype: Any = None) -> Any:
@@ -202,31 +207,33 @@ def is_cupy(array: Any) -> bool:
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
-def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str) -> Binding:
+def _bind_numpy(array: NDArray[Any], *, writable: bool, what: str, owns: bool) -> Binding:
     if isinstance(array, np.ma.MaskedArray):
         raise BufferTypeError(
             f"{what} is a numpy.ma.MaskedArray, whose mask would be lost; pass array.filled(value), or "
             f"array.data and array.mask by a call each"
         )
     host = _numpy_host(np.ascontiguousarray(array).reshape(-1), what)
+    if not owns and array.flags.carray:
+        host = host.unowned()
     if not writable:
-        return Binding(array, host)
+        return Binding(host)
     if not array.flags.writeable:
         raise BufferTypeError(
             f"{what} is a read-only NumPy array and the result is to be written into it; "
             f"pass a copy, or give out="
         )
     if array.flags.c_contiguous:
-        return Binding(array, host)
+        return Binding(host)
     require_distinct_elements(array.shape, array.strides, what, "numpy.ascontiguousarray(array)")
-    return Binding(array, host, partial(array.__setitem__, ..., host.elements.reshape(array.shape)))
+    return Binding(host, partial(array.__setitem__, ..., host.elements.reshape(array.shape)))
 
 
 def _numpy_host(elements: NDArray[Any], what: str) -> HostBuffer:
     name = _NUMPY_NAMES.get(elements.dtype)
     if name is None:
         raise unknown_dtype(what, str(elements.dtype))
-    return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
+    return HostBuffer(elements.view(np.uint8), name, elements.dtype.itemsize)
 
 
 def require_distinct_elements(shape: Sequence[int], strides: Sequence[int], what: str, copied: str) -> None:
@@ -294,15 +301,18 @@ def torch_dtype_name(tensor: Any, what: str) -> str:
     return name
 
 
-def _bind_torch(tensor: Any, *, writable: bool, what: str) -> Binding:
+def _bind_torch(tensor: Any, *, writable: bool, what: str, owns: bool) -> Binding:
     import torch
 
     name = torch_dtype_name(tensor, what)
-    tensor = tensor.detach()
     is_contiguous = tensor.is_contiguous()
-    if tensor.device.type == "cpu" and is_contiguous and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_cpu and is_contiguous and not tensor.is_conj() and not tensor.is_neg():
+        if not owns and tensor.numel():
+            octets = octets_at(tensor.data_ptr(), tensor.nbytes)
+            return Binding(HostBuffer(octets, name, tensor.itemsize))
         # Not view(-1), which keeps the stride of a single element: 8 of a column that is one row high.
-        return Binding(tensor, _torch_host(tensor.as_strided((tensor.numel(),), (1,)), name))
+        return Binding(_torch_host(tensor.detach().as_strided((tensor.numel(),), (1,)), name))
+    tensor = tensor.detach()
     if writable and not is_contiguous:
         require_distinct_elements(tensor.shape, tensor.stride(), what, "tensor.contiguous()")
     staged = torch.empty(
@@ -310,16 +320,13 @@ def _bind_torch(tensor: Any, *, writable: bool, what: str) -> Binding:
     )
     # A blocking copy: it waits for the work queued on the current stream that produces the tensor.
     staged.copy_(tensor.reshape(-1))
-    return Binding(tensor, _torch_host(staged, name), partial(tensor.copy_, staged.view(tensor.shape)))
+    return Binding(_torch_host(staged, name), partial(tensor.copy_, staged.view(tensor.shape)))
 
 
 def _torch_host(flat_tensor: Any, name: str) -> HostBuffer:
     import torch
 
-    if name != "bfloat16":
-        elements = flat_tensor.numpy()
-        return HostBuffer(elements, elements.view(np.uint8), name, elements.dtype.itemsize)
-    return HostBuffer(flat_tensor, flat_tensor.view(torch.uint8).numpy(), name, 2)
+    return HostBuffer(flat_tensor.view(torch.uint8).numpy(), name, flat_tensor.itemsize)
 
 
 def _bind_cupy(array: Any, what: str) -> Binding:
@@ -330,7 +337,7 @@ def _bind_cupy(array: Any, what: str) -> Binding:
     def write_back() -> None:
         array.set(host.elements.reshape(array.shape))
 
-    return Binding(array, host, write_back)
+    return Binding(host, write_back)
 
 
 def unknown_dtype(what: str, found: str) -> BufferTypeError:

@@ -145,8 +145,11 @@ class Transport(Protocol):
     def memory_fence(self) -> Callable[[], None]:
         """A call that orders this rank's earlier memory accesses before its later ones."""
 
-    def pause(self, attempt: int) -> None:
-        """Called between two fruitless tests: spin, yield the core or sleep, as attempts go up."""
+    def pause(self, attempt: int, *, drives_messages: bool = True) -> None:
+        """Called between two fruitless tests: spin, yield the core or sleep, as attempts go up.
+
+        drives_messages   the tests bring messages forward; False: they only look whether a peer has come
+        """
 
     def split(self, color: int | None, key: int) -> Transport | None:
         """Collective: ranks of one color form a new communicator, ordered by key, then by rank."""

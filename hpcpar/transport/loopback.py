@@ -169,7 +169,7 @@ class LoopbackTransport:
 
         return fence
 
-    def pause(self, attempt: int) -> None:
+    def pause(self, attempt: int, *, drives_messages: bool = True) -> None:
         if self._exchanger.aborted:
             raise StallError("another rank of this process ended the job")
         with self._exchanger.changed:

@@ -35,10 +35,10 @@ one piece: 5 KB at least.
 SPIN_ATTEMPTS = 64
 """Fruitless tests before a wait first offers its core to others (one test is about 0.3 µs)."""
 
-NAP_ATTEMPTS, SHARED_NAP_ATTEMPTS = 2000, 200
+NAP_ATTEMPTS, EARLY_NAP_ATTEMPTS = 2000, 200
 NAP_S = 50e-6
-"""Fruitless tests before a wait naps, on a core of its own, and on one that ranks share: an idle stage of a
-pipeline leaves it to the others sooner."""
+"""Fruitless tests before a wait naps. Early: on a core that ranks share, so that an idle stage of a pipeline
+leaves it to the others; and where messages do not go on by the tests."""
 
 
 NOT_COMPLETE = -12345
@@ -262,8 +262,9 @@ class MpiTransport:
             _fence_window.Lock_all()
         return _fence_window.Sync
 
-    def pause(self, attempt: int) -> None:
-        if attempt > (SHARED_NAP_ATTEMPTS if self.yield_at_once else NAP_ATTEMPTS):
+    def pause(self, attempt: int, *, drives_messages: bool = True) -> None:
+        is_early = self.yield_at_once or not drives_messages
+        if attempt > (EARLY_NAP_ATTEMPTS if is_early else NAP_ATTEMPTS):
             time.sleep(NAP_S)
         elif self.yield_at_once or attempt > SPIN_ATTEMPTS:
             os.sched_yield()

@@ -168,7 +168,7 @@ def checked_world() -> Iterator[Communicator]:
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loopback rank that waits sleeps until a message comes; of shared memory nobody tells it."""
 
-    def pause(transport: LoopbackTransport, attempt: int) -> None:
+    def pause(transport: LoopbackTransport, attempt: int, *, drives_messages: bool = True) -> None:
         if transport._exchanger.aborted:
             raise StallError("another rank of this process ended the job")
         time.sleep(0.0 if attempt < 50 else 0.001)

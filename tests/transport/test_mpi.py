@@ -26,7 +26,8 @@ def test_ranks_of_one_machine_are_on_one_node(world):
 
 
 @pytest.mark.mpi
-def test_waits_yield_and_nap_sooner_when_there_are_more_ranks_than_cores(world, monkeypatch):
+@pytest.mark.parametrize("drives_messages", [True, False])
+def test_waits_nap_sooner_for_a_peer_alone_or_with_more_ranks_than_cores(world, monkeypatch, drives_messages):
     from hpcpar.transport import mpi
 
     cores = set().union(*world.allgather_object(os.sched_getaffinity(0)))  # each may be bound to its own
@@ -34,9 +35,9 @@ def test_waits_yield_and_nap_sooner_when_there_are_more_ranks_than_cores(world, 
     assert world._transport.yield_at_once == crowded
     naps = []
     monkeypatch.setattr(mpi.time, "sleep", naps.append)
-    for attempt in (mpi.SHARED_NAP_ATTEMPTS, mpi.SHARED_NAP_ATTEMPTS + 1, mpi.NAP_ATTEMPTS + 1):
-        world._transport.pause(attempt)
-    assert naps == [mpi.NAP_S] * (2 if crowded else 1)
+    for attempt in (mpi.EARLY_NAP_ATTEMPTS, mpi.EARLY_NAP_ATTEMPTS + 1, mpi.NAP_ATTEMPTS + 1):
+        world._transport.pause(attempt, drives_messages=drives_messages)
+    assert naps == [mpi.NAP_S] * (2 if crowded or not drives_messages else 1)
 
 
 @pytest.mark.mpi

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
+from typing import NamedTuple
 
 from hpcpar.algorithms.registry import Algorithm
-from hpcpar.algorithms.step import Receive, Send, Space, Step
+from hpcpar.algorithms.step import Send, Space, Step
 from hpcpar.algorithms.topology import Nodes
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import ExecutorStep
 from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.executors.shared_reads import BASE_OF, Group, Source
 from hpcpar.comm.executors.shared_tasks import SharedStep, tasks_in
-from hpcpar.comm.plan import Edges, Offsets, Plan, PlannedStep, overlapping, reading_input, runs_of
+from hpcpar.comm.plan import Edges, Message, Offsets, Plan, PlannedStep, overlapping, reading_input, runs_of
 from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment
 from hpcpar.comm.spaces import copies_of, copying, octets_of
 from hpcpar.units import KiB
@@ -25,14 +26,10 @@ MOVED_NBYTES = 64 * KiB
 may be as long as a body."""
 
 
-@dataclass(frozen=True)
-class NodeLayout:
-    """All that the ranks of a node know of each other's schedules.
+class Schedules(NamedTuple):
+    """Schedules of all ranks, which each of them can generate.
 
-    algorithm, size, root, segments, nodes   which schedules
-    offsets     where the chunks lie, on every rank
-    itemsize    bytes of an element
-    reads_input the data get their first values from the space "input" (`plan.reading_input`)
+    reads_input   the data get their first values from the space "input" (`plan.reading_input`)
     """
 
     algorithm: Algorithm
@@ -40,28 +37,53 @@ class NodeLayout:
     root: int
     segments: int
     nodes: Nodes
-    offsets: Offsets
-    itemsize: int
-    is_uneven: bool
     reads_input: bool = False
 
-    @property
-    def edges(self) -> dict[Space, Edges]:
-        edges = dict(self.offsets)
-        return {**edges, "input": edges["data"]} if self.reads_input else edges
-
-    def schedule(self, rank: int) -> tuple[Step, ...]:
+    def of(self, rank: int) -> tuple[Step, ...]:
         schedule = self.algorithm.schedule(
             rank, self.size, root=self.root, segments=self.segments, nodes=self.nodes
         )
         found = reading_input(schedule) if self.reads_input else None
         return schedule if found is None else found[0]
 
+
+@lru_cache(maxsize=1024)
+def sends_between(schedules: Schedules, sender: int, receiver: int) -> list[tuple[int, Step, Send]]:
+    """List what one rank sends to another, with the step and its number in the sender's schedule."""
+    steps = enumerate(schedules.of(sender))
+    return [(number, step, send) for number, step in steps for send in step.sends if send.to == receiver]
+
+
+@lru_cache(maxsize=1024)
+def receives_between(schedules: Schedules, sender: int, receiver: int) -> list[int]:
+    """List the step of each message from one rank to another in the receiver's schedule."""
+    steps = enumerate(schedules.of(receiver))
+    return [number for number, step in steps for receive in step.receives if receive.source == sender]
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """All that the ranks of a node know of each other's schedules.
+
+    offsets     where the chunks lie, on every rank
+    itemsize    bytes of an element
+    """
+
+    schedules: Schedules
+    offsets: Offsets
+    itemsize: int
+    is_uneven: bool
+
+    @property
+    def edges(self) -> dict[Space, Edges]:
+        edges = dict(self.offsets)
+        return {**edges, "input": edges["data"]} if self.schedules.reads_input else edges
+
     def posts(self, rank: int, local: Sequence[int]) -> dict[int, tuple[Space, int, int, int]]:
         """For each step in which a rank sends to local ones: (space, start, stop, byte in the body)."""
         edges, at = self.edges, 0
         found: dict[int, tuple[Space, int, int, int]] = {}
-        for index, step in enumerate(self.schedule(rank)):
+        for index, step in enumerate(self.schedules.of(rank)):
             sends = [send for send in step.sends if send.to in local and send.chunks]
             if not sends:
                 continue
@@ -69,7 +91,7 @@ class NodeLayout:
             start = min(edges[space][chunk] for send in sends for chunk in send.chunks)
             stop = max(edges[space][chunk + 1] for send in sends for chunk in send.chunks)
             if any(send.space != space for send in sends):
-                raise AssertionError(f"{self.algorithm.name} sends from two spaces in one step")
+                raise AssertionError(f"{self.schedules.algorithm.name} sends from two spaces in one step")
             found[index] = space, start, stop, at
             at += -(-((stop - start) * self.itemsize) // LINE_NBYTES) * LINE_NBYTES
         return found
@@ -145,10 +167,9 @@ def bind_steps(
 def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -> list[Group]:
     groups: list[Group] = []
     by_ranges = groupby(step.receives, key=lambda message: (message.runs, message.combine))
-    sources = iter(matching.sources(step))
     for (_, combine), alike in by_ranges:
         messages = list(alike)
-        found = [next(sources) for _ in messages]
+        found = [matching.source(message) for message in messages]
         if combine:
             groups.append(Group(call, messages, found, op))
         else:
@@ -157,25 +178,22 @@ def _groups(call: SharedCall, step: PlannedStep, matching: _Matching, op: str) -
 
 
 class _Matching:
-    """Find, for each message of this rank's schedule, the step of the peer's that it meets.
-
-    The k-th message from one rank to another meets the k-th receive that the other posts from it.
-    """
+    """Find, for each message of this rank's schedule, the step of the peer's that it meets."""
 
     def __init__(self, call: SharedCall) -> None:
         self._call = call
         self._layout = call.layout
         self._edges = call.layout.edges
         self._copy: tuple[Space, int, int] | None = None
-        self._sends: dict[int, list[tuple[int, Send]]] = {}
-        self._receives: dict[int, list[int]] = {}
-        own = self._layout.schedule(call.rank)
+        self._own = call.layout.schedules.of(call.rank)
         self._copies_input = call.is_in_place and any(
-            send.space == "input" and self._is_overwritten(step, send) for step in own for send in step.sends
+            send.space == "input" and self._is_overwritten(step, send)
+            for step in self._own
+            for send in step.sends
         )
         copied = [
             (send.space, chunk)
-            for step in own
+            for step in self._own
             for send in step.sends
             if self._is_copied(step, send)
             for chunk in send.chunks
@@ -186,18 +204,11 @@ class _Matching:
             stop = max(self._edges[space][chunk + 1] for _, chunk in copied)
             self._copy = space, start, stop
             call.spaces["copy"] = call.spaces[space].scratch(stop - start)
-        self._taken: dict[tuple[str, int], int] = {}
 
-    def sources(self, step: PlannedStep) -> list[Source]:
-        """Places of the messages that a step receives, in the order of its receives."""
-        return [self._source(message.peer, step.index) for message in step.receives]
-
-    def _source(self, peer: int, index: int) -> Source:
-        layout, call = self._layout, self._call
-        position = self._position("receive", peer, index)
-        sent = self._sends_to_me(peer)
-        number, send = sent[position]
-        step = layout.schedule(peer)[number]
+    def source(self, message: Message) -> Source:
+        """Place of a message that this rank receives."""
+        layout, call, peer = self._layout, self._call, message.peer
+        number, step, send = sends_between(layout.schedules, peer, call.rank)[message.place]
         local = call.segment.local[peer]
         phase = 2 * number + 1
         if not send.chunks:  # a barrier's
@@ -213,12 +224,11 @@ class _Matching:
 
     def readers(self, step: PlannedStep) -> list[tuple[int, int]]:
         """Who reads what a step sends, and the phase in which that is done."""
-        found = []
-        for message in step.sends:
-            position = self._position("send", message.peer, step.index)
-            number = self._receives_from_me(message.peer)[position]
-            found.append((self._call.segment.local[message.peer], 2 * number + 2))
-        return found
+        schedules, rank, local = self._layout.schedules, self._call.rank, self._call.segment.local
+        return [
+            (local[message.peer], 2 * receives_between(schedules, rank, message.peer)[message.place] + 2)
+            for message in step.sends
+        ]
 
     def send_copies(self, step: PlannedStep) -> list[Action]:
         """Copy what a step both sends and receives into."""
@@ -226,7 +236,7 @@ class _Matching:
             return []
         space, begin, _ = self._copy
         itemsize, spaces = self._layout.itemsize, self._call.spaces
-        original = self._layout.schedule(self._call.rank)[step.index]
+        original = self._own[step.index]
         runs = {
             run
             for send in original.sends
@@ -270,47 +280,6 @@ class _Matching:
                 base -= self._copy[1] * itemsize
             found.append((BASE_OF[name], base))
         return found
-
-    def _position(self, kind: str, peer: int, index: int) -> int:
-        """Count the messages to, or from, that peer before this one."""
-        before = 0
-        for number, step in enumerate(self._layout.schedule(self._call.rank)):
-            parts: Sequence[Send | Receive]
-            if kind == "send":
-                parts = [send for send in step.sends if send.to == peer]
-            else:
-                parts = [receive for receive in step.receives if receive.source == peer]
-            if number == index:
-                taken = self._taken.get((f"{kind} {index}", peer), 0)
-                self._taken[f"{kind} {index}", peer] = taken + 1
-                # The plan has left out messages of no elements.
-                there = [at for at, part in enumerate(parts) if not part.chunks or self._count(part)]
-                return before + there[taken]
-            before += len(parts)
-        raise AssertionError(f"no step {index}")
-
-    def _count(self, part: Send | Receive) -> int:
-        return runs_of(part, self._edges)[1]
-
-    def _sends_to_me(self, peer: int) -> list[tuple[int, Send]]:
-        if peer not in self._sends:
-            self._sends[peer] = [
-                (number, send)
-                for number, step in enumerate(self._layout.schedule(peer))
-                for send in step.sends
-                if send.to == self._call.rank
-            ]
-        return self._sends[peer]
-
-    def _receives_from_me(self, peer: int) -> list[int]:
-        if peer not in self._receives:
-            self._receives[peer] = [
-                number
-                for number, step in enumerate(self._layout.schedule(peer))
-                for receive in step.receives
-                if receive.source == self._call.rank
-            ]
-        return self._receives[peer]
 
 
 def _is_overwritten(step: Step, send: Send) -> bool:

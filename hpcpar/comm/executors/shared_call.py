@@ -120,7 +120,7 @@ class SharedCall:
         self.words = segment.words
         self._digest = (crc32(described.encode()) & DIGEST_MASK) << DIGEST_SHIFT
         self.spaces: dict[str, HostBuffer] = {str(name): buffer for name, buffer in spaces.items()}
-        self.is_in_place = layout.reads_input and "input" not in spaces
+        self.is_in_place = layout.schedules.reads_input and "input" not in spaces
         if self.is_in_place:
             self.spaces["input"] = self.spaces["data"]
         self.lent: tuple[HostBuffer, int] | None = None

@@ -7,6 +7,7 @@ what has __cuda_array_interface__ (Numba)  used in place; must be contiguous
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,15 @@ from hpcpar.transport.gpu.kernels import cupy_stream
 from hpcpar.transport.gpu.queue import DeviceOctets, Queue
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceBuffer(HostBuffer):
     """Device memory with the face of host memory; copies and sums are given to its queue.
 
-    elements   tells the stream in which the caller works just now
-    octets     `DeviceOctets`
+    octets   `DeviceOctets`
+    stream   tells the stream in which the caller works just now
     """
 
-    __slots__ = ()
+    stream: Callable[[], int]
 
     @property
     def queue(self) -> Queue:
@@ -49,11 +51,8 @@ class DeviceBuffer(HostBuffer):
         address: int = self._device.address
         return address
 
-    def part(self, start: int, stop: int) -> HostBuffer:
-        return self.like(self.octets[start * self.itemsize : stop * self.itemsize])
-
     def like(self, octets: Any) -> HostBuffer:
-        return DeviceBuffer(self.elements, octets, self.dtype, self.itemsize)
+        return DeviceBuffer(octets, self.dtype, self.itemsize, self.stream)
 
     def unowned(self) -> HostBuffer:
         return self.like(DeviceOctets(self.address, self.octets.size, self.queue))
@@ -107,13 +106,13 @@ def bind_device(
     used = queue(_ordinal(array, interface))
     buffer = _buffer(packed, int(interface["data"][0]), name, _cupy_stream(array), used)
     if packed is array:
-        return Binding(array, buffer)
+        return Binding(buffer)
 
     def write_back() -> None:
         with array.device, cupy_stream(used.stream):
             array[...] = packed.reshape(array.shape)
 
-    return Binding(array, buffer, write_back)
+    return Binding(buffer, write_back)
 
 
 def _bind_torch(tensor: Any, queue: Queue, *, writable: bool, what: str) -> Binding:
@@ -131,14 +130,14 @@ def _bind_torch(tensor: Any, queue: Queue, *, writable: bool, what: str) -> Bind
 
     buffer = _buffer(packed, packed.data_ptr(), name, stream, queue)
     if packed.data_ptr() == tensor.data_ptr():
-        return Binding(tensor, buffer)
+        return Binding(buffer)
 
     def write_back() -> None:
         ours: Any = torch.cuda.ExternalStream(queue.stream, device=tensor.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(ours):
             tensor.copy_(packed)
 
-    return Binding(tensor, buffer, write_back)
+    return Binding(buffer, write_back)
 
 
 def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], queue: Queue) -> DeviceBuffer:
@@ -146,7 +145,7 @@ def _buffer(array: Any, address: int, dtype: str, stream: Callable[[], int], que
     count = array.numel() if is_torch(array) else array.size
     octets: Any = DeviceOctets(address, count * itemsize, queue, array)
     queue.follow(stream())
-    return DeviceBuffer(stream, octets, dtype, itemsize)
+    return DeviceBuffer(octets, dtype, itemsize, stream)
 
 
 def _cupy_stream(array: Any) -> Callable[[], int]:

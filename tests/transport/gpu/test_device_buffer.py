@@ -137,7 +137,7 @@ def test_an_array_of_cupy_is_worked_on_where_it_is_whatever_device_is_current(st
     monkeypatch.setattr(cupy.ndarray, "__setitem__", lambda self, part, values: None, raising=False)
     for each in (array, with_gaps):
         bound = bind_device(each, {1: queue}.__getitem__, writable=True)
-        assert bound.host.elements() == streams[1]
+        assert bound.host.stream() == streams[1]
         assert cuda.ordinal_of(bound.host.address) == 1
         if bound.write_back is not None:
             bound.write_back()
