@@ -25,6 +25,7 @@ def test_a_random_program_computes_what_one_process_does(kind: str, number: int)
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(900)
 def test_a_hundred_random_programs_compute_what_one_process_does(kind: str) -> None:
     for number in range(100):
         compare(kind, 1 + number % 4, 10**6 + 1000 * KINDS.index(kind) + number)
