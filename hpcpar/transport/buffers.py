@@ -27,7 +27,7 @@ DTYPES = (
 )
 """Element types that can be communicated."""
 
-PYBUF_WRITE = 0x200
+PYBUF_WRITE = 0x200  # of CPython's object.h: the view may be written to
 _memoryview_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memoryview_at.restype = ctypes.py_object
@@ -104,7 +104,8 @@ def bind(array: Any, *, writable: bool, what: str = "buffer", owns: bool = True)
 
     writable   the operation will write to it
     what       the argument's name, for errors
-    owns       False: of an array that is used in place the host memory is a borrowed view
+    owns       False: of an array that is used in place the host memory is a borrowed view, and the caller
+               keeps the array alive
     errors     BufferTypeError for other objects, unknown element types, arrays without plain memory of
                their own, and results into read-only memory or into elements that share memory
     """

@@ -38,7 +38,7 @@ SPIN_ATTEMPTS = 64
 NAP_ATTEMPTS, EARLY_NAP_ATTEMPTS = 2000, 200
 NAP_S = 50e-6
 """Fruitless tests before a wait naps. Early: on a core that ranks share, so that an idle stage of a pipeline
-leaves it to the others; and where messages do not go on by the tests."""
+leaves it to the others; and where the tests only look whether a peer has come."""
 
 
 NOT_COMPLETE = -12345

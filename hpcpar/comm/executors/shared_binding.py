@@ -67,6 +67,7 @@ class NodeLayout:
 
     offsets     where the chunks lie, on every rank
     itemsize    bytes of an element
+    is_uneven   ranks pass different offsets: an uneven all-to-all
     """
 
     schedules: Schedules
