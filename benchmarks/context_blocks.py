@@ -14,10 +14,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from hpcpar.context_parallel.block import Block
+from hpcpar.context_parallel.block import AttentionBlock
+from hpcpar.context_parallel.context_plan import balanced
 from hpcpar.context_parallel.kernel import PLAIN, Kernel, kernel_for
 from hpcpar.context_parallel.mask import Mask
-from hpcpar.context_parallel.plan import balanced
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def times(options: argparse.Namespace, is_fused: bool) -> list[float]:
 
     def step() -> None:
         for rows, keys, causal in blocks:
-            block = Block(options.head_size**-0.5, causal)
+            block = AttentionBlock(options.head_size**-0.5, causal)
             kernel = kernel_for(queries, block) if is_fused else PLAIN
             both_ways(kernel, queries[:, :, rows], keys, gradient[:, :, rows], block)
 
@@ -62,7 +62,7 @@ def times(options: argparse.Namespace, is_fused: bool) -> list[float]:
     return found[3:]
 
 
-def both_ways(kernel: Kernel, queries: Tensor, keys: Tensor, gradient: Tensor, block: Block) -> None:
+def both_ways(kernel: Kernel, queries: Tensor, keys: Tensor, gradient: Tensor, block: AttentionBlock) -> None:
     merged = kernel.forward(queries, keys, block)
     kernel.backward(gradient, queries, keys, merged, block)
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 from training_peers import Peer, Recipe, Solo, Task, deepspeed
 
 from hpcpar.context_parallel import ContextParallel, Mask, Span
-from hpcpar.context_parallel.block import Block, KeysValues
+from hpcpar.context_parallel.block import AttentionBlock, KeysValues
 from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.travel import Travel
 from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters
@@ -225,9 +225,9 @@ class Zigzag(Function):
         return of_queries, *of_held
 
 
-def part(step: int, queries: Tensor) -> tuple[slice, slice, Block]:
+def part(step: int, queries: Tensor) -> tuple[slice, slice, AttentionBlock]:
     """Return which queries attend to which of the keys that are here in this step of the ring."""
-    half, block = queries.shape[2] // 2, Block(queries.shape[-1] ** -0.5, causal=step == 0)
+    half, block = queries.shape[2] // 2, AttentionBlock(queries.shape[-1] ** -0.5, causal=step == 0)
     if step == 0:
         return slice(None), slice(None), block
     if step <= distributed.get_rank():  # from a rank before this one: its later chunk is later than all here

@@ -358,7 +358,7 @@ class Free(Hpcpar):
 class OwnRowsAlone:
     """A communicator that knows what was exchanged before; of rows each rank gets its own, as many as come.
 
-    So every rank computes as many rows as with messages. Counts are exchanged once, in the turn that warms up.
+    So every rank computes as many rows as with messages. Counts are exchanged in the turn that warms up.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -62,7 +62,7 @@ import hpcpar
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError, LayoutError, ScheduleError
 from hpcpar.models import Layers
-from hpcpar.models.stages import measured_costs
+from hpcpar.models.llama_stages import measured_costs
 from hpcpar.pipeline_schedules import schedule_registry
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from training_peers import Peer, Recipe, Share, Solo, Task
 
 from hpcpar.models import Layers, next_token_loss
-from hpcpar.models.stages import LlamaStages
+from hpcpar.models.llama_stages import LlamaStages
 from hpcpar.partition import counts
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_parallel.pipeline import Pipeline

@@ -40,7 +40,7 @@ from common import at_least, output_file
 import hpcpar
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.algorithms.simulate import simulate
-from hpcpar.algorithms.topology import Link, Topology
+from hpcpar.algorithms.topology import MessageCost, Topology
 from hpcpar.bench import peers, sweep
 from hpcpar.bench.measure import (
     Buffers,
@@ -265,7 +265,7 @@ def measure_case(
 
 def scheduled_nbytes(algorithm: Algorithm, hosts: int, ranks_per_host: int, nbytes: int) -> float:
     """Return the bytes that each host sends to others by the algorithm's steps; the mean of the hosts."""
-    topology = Topology(ranks_per_host, Link(0.0, 0.0), Link(0.0, 0.0))
+    topology = Topology(ranks_per_host, MessageCost(0.0, 0.0), MessageCost(0.0, 0.0))
     segments = segments_for(algorithm, nbytes)
     cost = simulate(algorithm, hosts * ranks_per_host, nbytes, topology, segments=segments)
     return cost.nbytes_between_nodes / hosts

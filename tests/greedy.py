@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli.serve.engine import ENVIRONMENT, has_avx2
+from hpcpar.cli.serve.vllm_environment import ENVIRONMENT, has_avx2
 
 ROOT = Path(__file__).parent.parent
 

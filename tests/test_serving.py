@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli.serve.engine import ENVIRONMENT
+from hpcpar.cli.serve.vllm_environment import ENVIRONMENT
 from hpcpar.launch.processes import every_process
 from tests.command import run
 from tests.greedy import greedy_answer, needs_vllm

@@ -186,7 +186,7 @@ class _Clock:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class AlgorithmTime:
     """Seconds that one algorithm takes for a vector of `nbytes`, and how they were found."""
 
     algorithm: str
@@ -213,7 +213,7 @@ def estimate(
     topology: Topology,
     *,
     simulated_messages: int = SIMULATED_MESSAGES,
-) -> Estimate:
+) -> AlgorithmTime:
     """Estimate the seconds of one algorithm.
 
     simulated_messages   run the event simulation if all ranks together send at most so many
@@ -224,10 +224,10 @@ def estimate(
         seconds = simulate(algorithm, ranks, nbytes, topology, segments=segments).seconds
     else:
         seconds = analytic(algorithm, ranks, nbytes, topology, segments)
-    return Estimate(algorithm.name, ranks, nbytes, segments, simulated, seconds)
+    return AlgorithmTime(algorithm.name, ranks, nbytes, segments, simulated, seconds)
 
 
-def estimates(collective: str, ranks: int, nbytes: int, topology: Topology) -> tuple[Estimate, ...]:
+def estimates(collective: str, ranks: int, nbytes: int, topology: Topology) -> tuple[AlgorithmTime, ...]:
     """All algorithms of a collective, in the registry's order; OperationError if there is none."""
     require_collective(collective)
     return tuple(
@@ -235,7 +235,7 @@ def estimates(collective: str, ranks: int, nbytes: int, topology: Topology) -> t
     )
 
 
-def fastest(found: Sequence[Estimate]) -> Estimate:
+def fastest(found: Sequence[AlgorithmTime]) -> AlgorithmTime:
     """The estimate of least seconds; of equals the first."""
     return min(found, key=lambda one: one.seconds)
 

@@ -70,7 +70,7 @@ def map_nodes(size: int, nodes: Nodes | None) -> NodeMap:
 
 
 @dataclass(frozen=True)
-class Link:
+class MessageCost:
     """The cost of a message between two ranks: α + β a byte."""
 
     alpha_s: float
@@ -85,14 +85,14 @@ class Topology:
     """Nodes of equally many consecutive ranks, one kind of link within them and one between them."""
 
     ranks_per_node: int
-    intra: Link
-    inter: Link
+    intra: MessageCost
+    inter: MessageCost
     gamma_s_per_byte: float = 0.0
 
     @classmethod
     def uniform(cls, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0) -> Topology:
         """Put every rank on a node of its own, with equal links."""
-        link = Link(alpha_s, beta_s_per_byte)
+        link = MessageCost(alpha_s, beta_s_per_byte)
         return cls(1, link, link, gamma_s_per_byte)
 
     def same_node(self, rank: int, other: int) -> bool:
@@ -102,5 +102,5 @@ class Topology:
         """The node of each of `size` ranks."""
         return tuple(rank // self.ranks_per_node for rank in range(size))
 
-    def link(self, rank: int, other: int) -> Link:
+    def link(self, rank: int, other: int) -> MessageCost:
         return self.intra if self.same_node(rank, other) else self.inter

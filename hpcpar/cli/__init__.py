@@ -34,7 +34,11 @@ COMMANDS: Commands = {
         "doctor",
         "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
     ),
-    "plan": ("hpcpar.cli.plan", "plan", "Rank layouts for a model on a machine: memory, time, why not."),
+    "plan": (
+        "hpcpar.cli.plan_command",
+        "plan",
+        "Rank layouts for a model on a machine: memory, time, why not.",
+    ),
     "draw": (
         "hpcpar.cli.draw_commands",
         "draw",

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from hpcpar.algorithms.registry import ALGORITHMS
-from hpcpar.algorithms.simulate import Crossover, Estimate, crossovers, estimates, fastest
-from hpcpar.algorithms.topology import Link, Topology
+from hpcpar.algorithms.simulate import AlgorithmTime, Crossover, crossovers, estimates, fastest
+from hpcpar.algorithms.topology import MessageCost, Topology
 from hpcpar.cli.bench import NOT_NEGATIVE, require_writable, to_nbytes
 from hpcpar.cli.picture import Output, output_options, write
 from hpcpar.errors import ConfigError
@@ -21,7 +21,7 @@ from hpcpar.units import GB, format_duration, format_nbytes
 
 COLLECTIVES = tuple(collective for collective in ALGORITHMS if collective != "barrier")
 
-Table = dict[int, tuple[Estimate, ...]]
+Table = dict[int, tuple[AlgorithmTime, ...]]
 """For each size, or number of ranks, in rising order, what every algorithm takes."""
 
 
@@ -71,7 +71,9 @@ def simulate(
         require_writable(json_file, picture=output)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
-    intra, inter = (Link(given[f"alpha_{where}"], given[f"beta_{where}"]) for where in ("intra", "inter"))
+    intra, inter = (
+        MessageCost(given[f"alpha_{where}"], given[f"beta_{where}"]) for where in ("intra", "inter")
+    )
     topology = Topology(ranks_per_node, intra, inter, given["gamma"])
     sizes = tuple(_rising(min_bytes, max_bytes, given["factor"]))
     by_size: Table = {nbytes: estimates(collective, ranks, nbytes, topology) for nbytes in sizes}
@@ -108,7 +110,7 @@ def heading(collective: str, ranks: int, topology: Topology) -> str:
     )
 
 
-def _link(link: Link) -> str:
+def _link(link: MessageCost) -> str:
     return f"{format_duration(link.alpha_s)} + {_rate(link.beta_s_per_byte)}"
 
 
@@ -131,7 +133,7 @@ def table(by_size: Table) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _cell(one: Estimate, is_fastest: bool) -> str:
+def _cell(one: AlgorithmTime, is_fastest: bool) -> str:
     marks = ("*" if is_fastest else "") + ("~" if one.simulated else "")
     return f"{marks}{format_duration(one.seconds)}"
 

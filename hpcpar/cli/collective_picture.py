@@ -33,7 +33,7 @@ LARGEST = 10
 COLUMNS = 4
 
 
-class Arrow(NamedTuple):
+class ChunkArrow(NamedTuple):
     """A chunk on its way: (rank, space, place) of its ends."""
 
     start: tuple[int, Space, int]
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
 
     name: str
     memories: Sequence[Memory]
-    arrows: Sequence[Arrow]
+    arrows: Sequence[ChunkArrow]
     half: str = ""
 
 
@@ -63,7 +63,7 @@ def moments(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | No
     rows = rows_of(schedules)
     sent = [(rank, send) for rank, steps in enumerate(schedules) for step in steps for send in step.sends]
     count = 1 + max((row for of_rank in rows for row in of_rank.values()), default=-1)
-    arrows: list[list[Arrow]] = [[] for _ in range(count + 1)]
+    arrows: list[list[ChunkArrow]] = [[] for _ in range(count + 1)]
     for rank, steps in enumerate(schedules):
         for number, step in enumerate(steps):
             for receive in step.receives:
@@ -71,7 +71,7 @@ def moments(algorithm: Algorithm, size: int, *, root: int = 0, nodes: Nodes | No
                 send = next(each for each in sent if (each[0], each[1].to) == (receive.source, rank))
                 sent.remove(send)
                 arrows[rows[rank][number]] += [
-                    Arrow((receive.source, send[1].space, place), (rank, receive.space, into))
+                    ChunkArrow((receive.source, send[1].space, place), (rank, receive.space, into))
                     for place, into in zip(send[1].chunks, receive.chunks, strict=True)
                 ]
     halves = halves_of(schedules, seen) if algorithm.collective == "allreduce" else {}

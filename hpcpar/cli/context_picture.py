@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hpcpar.cli.draw_context import Drawn
-    from hpcpar.context_parallel.traffic import Traffic
+    from hpcpar.cli.draw_context import DrawnPlan
+    from hpcpar.context_parallel.context_traffic import ContextTraffic
 
 CELLS = 512
 """Rows and columns of the mask, at most; a cell is then of several tokens."""
@@ -30,7 +30,7 @@ LIGHT = 0.65
 """How much of white is in the colour of a pair whose key is another rank's."""
 
 
-def draw(drawn: Drawn) -> Figure:
+def draw(drawn: DrawnPlan) -> Figure:
     """Return a figure of the mask, and of what each rank sends to each."""
     figure = new_figure(3.7)
     mask, ours, ring = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
@@ -44,7 +44,7 @@ def draw(drawn: Drawn) -> Figure:
     return figure
 
 
-def _draw_mask(axes: Axes, drawn: Drawn) -> None:
+def _draw_mask(axes: Axes, drawn: DrawnPlan) -> None:
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.patches import Patch
@@ -75,7 +75,7 @@ def _draw_mask(axes: Axes, drawn: Drawn) -> None:
         axes.legend(handles=handles, fontsize=7, loc="upper right")
 
 
-def _draw_sends(axes: Axes, method: str, traffic: Traffic, most: int) -> None:
+def _draw_sends(axes: Axes, method: str, traffic: ContextTraffic, most: int) -> None:
     import numpy as np
 
     sent = np.array(traffic.forward) + np.array(traffic.backward)

@@ -9,8 +9,8 @@ import click
 
 from hpcpar.cli import context_picture, picture
 from hpcpar.context_parallel import METHODS, Mask
-from hpcpar.context_parallel.plan import Plan, balanced, positions_of, prove
-from hpcpar.context_parallel.traffic import Heads, Traffic, moves_of, traffic
+from hpcpar.context_parallel.context_plan import ContextPlan, balanced, positions_of, prove
+from hpcpar.context_parallel.context_traffic import ContextTraffic, HeadSizes, moves_of, traffic
 from hpcpar.errors import HpcparError, LayoutError
 from hpcpar.partition import bounds
 
@@ -25,7 +25,7 @@ NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Ranks in one character each; later ones begin again."""
 
 
-class Drawn(NamedTuple):
+class DrawnPlan(NamedTuple):
     """A plan, proved, and what travels by a method; `plan` is of ranks that exchange keys.
 
     shares   places in the sequence that each rank holds
@@ -34,12 +34,12 @@ class Drawn(NamedTuple):
     """
 
     title: str
-    plan: Plan
+    plan: ContextPlan
     inner: int
     shares: Sequence[Sequence[int]]
     areas: Sequence[int]
-    traffic: Traffic
-    ring: Traffic
+    traffic: ContextTraffic
+    ring: ContextTraffic
 
     @property
     def owners(self) -> list[int]:
@@ -87,7 +87,7 @@ def context(output: picture.Output | None, **given: Any) -> None:
     picture.write(output, lambda: context_picture.draw(drawn))
 
 
-def planned(method: str, ranks: int, inner: int | None, keep: bool, **given: Any) -> Drawn:
+def planned(method: str, ranks: int, inner: int | None, keep: bool, **given: Any) -> DrawnPlan:
     """Make the plan, prove it and count what travels."""
     mask, heads = (
         mask_of(**{name: given[name] for name in ("length", "window", "documents", "full")}),
@@ -100,7 +100,7 @@ def planned(method: str, ranks: int, inner: int | None, keep: bool, **given: Any
     for share in plan.shares:
         held = positions_of(share)
         shares += [held[start:stop] for start, stop in bounds(len(held), inner)]
-    return Drawn(
+    return DrawnPlan(
         f"{method}: {mask_words(mask)} on {ranks} {'rank' if ranks == 1 else 'ranks'}",
         plan,
         inner,
@@ -125,8 +125,8 @@ def mask_words(mask: Mask) -> str:
     return ", ".join(words)
 
 
-def heads_of(given: dict[str, Any]) -> Heads:
-    heads = Heads(given["heads"], given["kv_heads"] or given["heads"], given["head_size"])
+def heads_of(given: dict[str, Any]) -> HeadSizes:
+    heads = HeadSizes(given["heads"], given["kv_heads"] or given["heads"], given["head_size"])
     if heads.queries % heads.keys:
         raise LayoutError(
             f"--heads={heads.queries} is not a multiple of --kv-heads={heads.keys}: each serves as many"
@@ -149,7 +149,7 @@ def ranks_of_heads(method: str, ranks: int, inner: int | None) -> int:
     return inner
 
 
-def mask_chart(drawn: Drawn) -> str:
+def mask_chart(drawn: DrawnPlan) -> str:
     """Draw the mask, a line for each query or for as many as a cell has: its first query and first key."""
     length, owners = drawn.plan.mask.length, drawn.owners
     step = -(-length // CELLS)
@@ -170,13 +170,13 @@ def mask_chart(drawn: Drawn) -> str:
     return "\n".join(lines)
 
 
-def group_name(drawn: Drawn, owner: int) -> str:
+def group_name(drawn: DrawnPlan, owner: int) -> str:
     """Name the ranks that have an owner's keys together: one, or those that exchange heads."""
     first = owner * drawn.inner
     return str(first) if drawn.inner == 1 else f"{first}-{first + drawn.inner - 1}"
 
 
-def table(drawn: Drawn) -> str:
+def table(drawn: DrawnPlan) -> str:
     """Tabulate tokens, pairs and values sent to each rank, forward and backward, beside the ring's sum."""
     ranks = range(len(drawn.shares))
     there, back = drawn.traffic
@@ -208,7 +208,7 @@ def spans_line(rank: int, held: Sequence[int]) -> str:
     return f"rank {rank} holds {shown or 'no token'}"
 
 
-def ratio(drawn: Drawn) -> str:
+def ratio(drawn: DrawnPlan) -> str:
     """Compare the values of all ranks with the ring's, and the busiest rank with the mean."""
     ours, ring = sum(drawn.traffic.of_ranks), sum(drawn.ring.of_ranks)
     if not ring:

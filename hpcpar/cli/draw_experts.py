@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from hpcpar.algorithms.topology import Link
+from hpcpar.algorithms.topology import MessageCost
 from hpcpar.cli import experts_picture, picture
 from hpcpar.cli.draw_context import COLOURS
 from hpcpar.errors import HpcparError, LayoutError
@@ -118,7 +118,7 @@ def way(
     there, back = dispatch.messages, dispatch.returns(sum_on_node=sum_on_node)
     prove(dispatch, there, back)
     nodes = dispatch.nodes
-    links = Link(alpha_intra, beta_intra), Link(alpha_inter, beta_inter)
+    links = MessageCost(alpha_intra, beta_intra), MessageCost(alpha_inter, beta_inter)
 
     def leaving(rank: int, messages: Sequence[RowMessage]) -> int:
         return between_nodes([each for each in messages if each.sender == rank], nodes)

@@ -11,7 +11,7 @@ import click
 
 from hpcpar.cli import fsdp_picture, picture
 from hpcpar.cli.draw_memory import passes_of
-from hpcpar.cli.draw_overlap import Interval, Span, common, seconds_of, union
+from hpcpar.cli.draw_overlap import Interval, TimeSpan, common, seconds_of, union
 from hpcpar.cli.draw_overlap import step_of as overlap_of
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
 from hpcpar.errors import ConfigError, HpcparError
@@ -35,7 +35,7 @@ class UnitPass(NamedTuple):
     """
 
     unit: str
-    gather: Span
+    gather: TimeSpan
     in_flight: Sequence[Interval]
     hidden_s: float
     waited: Interval
@@ -55,7 +55,7 @@ class FsdpStep(NamedTuple):
     rank: int
     seconds: float
     units: Sequence[UnitPass]
-    passes: Sequence[Span]
+    passes: Sequence[TimeSpan]
 
     @property
     def names(self) -> list[str]:
@@ -141,7 +141,7 @@ def step_of(rank: int, events: Sequence[Event], step: int) -> FsdpStep:
             freed_s = next((stop for start, stop in holds[unit] if start >= ready_s - 1e-6), last_s - first_s)
             waited = (ready_s - told["waited_s"], ready_s)
             hidden_s = seconds_of(own) - seconds_of(common(own, standing))
-            gather = Span(unit, begin_s, ready_s, told["nbytes"])
+            gather = TimeSpan(unit, begin_s, ready_s, told["nbytes"])
             units.append(UnitPass(unit, gather, own, hidden_s, waited, freed_s))
     return FsdpStep(rank, last_s - first_s, units, list(passes_of(events, first_s, last_s)))
 
@@ -151,7 +151,7 @@ def _interval(event: Event, first_s: float) -> Interval:
     return start_s, start_s + event["dur"] / 1e6
 
 
-def parts_of(unit: UnitPass, passes: Sequence[Span]) -> dict[str, list[Interval]]:
+def parts_of(unit: UnitPass, passes: Sequence[TimeSpan]) -> dict[str, list[Interval]]:
     """Return when a unit was held during forwards (F), during backwards (B), and besides ("")."""
     held = [(unit.gather.stop_s, unit.freed_s)]
     found = {kind: common(held, union(each for each in passes if each.name == kind)) for kind in "FB"}
@@ -194,7 +194,7 @@ def chart(found: FsdpStep) -> str:
     return "\n".join(lines)
 
 
-def _cell(units: Sequence[UnitPass], passes: Sequence[Span], cell: Interval) -> str:
+def _cell(units: Sequence[UnitPass], passes: Sequence[TimeSpan], cell: Interval) -> str:
     """Return the letter of what a unit did longest in a cell's time."""
     spent: dict[str, float] = defaultdict(float)
     for unit in units:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from hpcpar.cli import memory_picture, picture
-from hpcpar.cli.draw_overlap import Span
+from hpcpar.cli.draw_overlap import TimeSpan
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.planner.memory import STATE
@@ -45,7 +45,7 @@ class StepMemory(NamedTuple):
     state: Mapping[str, float]
     activations: Series
     gathered: Series
-    passes: Sequence[Span]
+    passes: Sequence[TimeSpan]
     planned: Mapping[str, float]
 
     @property
@@ -142,7 +142,7 @@ def _step_of(rank: int, events: Sequence[Event], step: int, planned: Mapping[str
     )
 
 
-def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[Span]:
+def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[TimeSpan]:
     """Yield forwards and backwards in order, named F and B."""
     for event in sorted(events, key=lambda each: each["ts"]):
         start_s = event["ts"] / 1e6
@@ -152,7 +152,7 @@ def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterato
         kind = {"forward": "F", "backward": "B"}.get(event["name"]) if action is None else action[1]
         if kind in ("F", "B"):
             start_s -= first_s
-            yield Span(kind, start_s, start_s + event["dur"] / 1e6)
+            yield TimeSpan(kind, start_s, start_s + event["dur"] / 1e6)
 
 
 def _gathered(events: Sequence[Event], first_s: float, last_s: float) -> Iterator[tuple[float, float]]:

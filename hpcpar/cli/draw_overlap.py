@@ -15,7 +15,7 @@ from hpcpar.errors import HpcparError
 from hpcpar.units import MiB
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Something that took time; seconds from the start of the timeline."""
 
     name: str
@@ -33,9 +33,9 @@ class RankStep(NamedTuple):
     """
 
     rank: int
-    compute: Sequence[Span]
-    in_flight: Sequence[Span]
-    standing: Sequence[Span]
+    compute: Sequence[TimeSpan]
+    in_flight: Sequence[TimeSpan]
+    standing: Sequence[TimeSpan]
 
     @property
     def start_s(self) -> float:
@@ -62,7 +62,7 @@ class RankStep(NamedTuple):
 Interval = tuple[float, float]
 
 
-def union(spans: Iterable[Span]) -> list[Interval]:
+def union(spans: Iterable[TimeSpan]) -> list[Interval]:
     """Return the times that at least one span covers, in order, none touching the next."""
     found: list[Interval] = []
     for span in sorted(spans, key=lambda each: each.start_s):
@@ -108,12 +108,12 @@ def read(run: Path, step: int) -> list[RankStep]:
 
 def step_of(rank: int, events: Sequence[Event], step: int) -> RankStep:
     """Return a step of one rank; ConfigError where it has fewer steps."""
-    spans: dict[str, list[Span]] = defaultdict(list)
+    spans: dict[str, list[TimeSpan]] = defaultdict(list)
     for event in events:
         if event["ph"] != "X":
             continue
         start_s, arguments = event["ts"] / 1e6, event.get("args", {})
-        span = Span(event["name"], start_s, start_s + event["dur"] / 1e6, arguments.get("nbytes_sent", 0))
+        span = TimeSpan(event["name"], start_s, start_s + event["dur"] / 1e6, arguments.get("nbytes_sent", 0))
         spans[event["cat"]].append(span)
         if arguments.get("blocking") or event["name"].startswith("wait "):
             spans["waiting"].append(span)
@@ -158,7 +158,7 @@ def table(ranks: Sequence[RankStep], step: int) -> str:
         "",
         f"{'of rank ' + str(ranks[0].rank):<34}{'calls':>6}{'sent':>12}{'in flight':>12}{'hidden':>10}",
     ]
-    by_name: dict[str, list[Span]] = defaultdict(list)
+    by_name: dict[str, list[TimeSpan]] = defaultdict(list)
     for span in ranks[0].in_flight:
         by_name[span.name].append(span)
     standing = union(ranks[0].standing)

@@ -17,7 +17,7 @@ from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.traffic import (
     CollectiveCall,
     Microbatch,
-    Region,
+    RegionEdge,
     TensorParallelCalls,
     call_nbytes,
     calls_nbytes,
@@ -77,7 +77,7 @@ class SplitWeight(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Part of the layer, as of `Region`."""
+        """Part of the layer, as of `RegionEdge`."""
         return next((part for start, part in PARTS.items() if f"{self.name}.".startswith(f"{start}.")), "")
 
 
@@ -201,7 +201,7 @@ def weights_of(layer: object) -> Iterator[SplitWeight]:
     yield from found.values()
 
 
-def edge_of(region: Region, comm: Communicator, precision: str) -> Edge:
+def edge_of(region: RegionEdge, comm: Communicator, precision: str) -> Edge:
     """Price a region's collectives as the planner does, in the algorithms of this communicator."""
     sent = calls_nbytes(comm, Counter(region.forward + region.backward), precision)
 

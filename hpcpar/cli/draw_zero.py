@@ -19,7 +19,7 @@ OPTIMIZERS = {"adamw": 2, "sgd": 1}
 """Values of state for each parameter."""
 
 
-class StageMemory(NamedTuple):
+class ZeroStageMemory(NamedTuple):
     """Bytes on each rank in a stage of ZeRO, and its traffic.
 
     nbytes    by part of the model state
@@ -33,12 +33,12 @@ class StageMemory(NamedTuple):
 
 def stages(
     parameters: int, ranks: int, *, precision: str, optimizer: str, microbatches: int
-) -> list[StageMemory]:
+) -> list[ZeroStageMemory]:
     """Compute all stages, by the planner's formulas."""
     widths = StateWidths.of(precision, moments=OPTIMIZERS[optimizer])
     traffic = (2, 2, microbatches + 1, 3 * microbatches)
     return [
-        StageMemory(
+        ZeroStageMemory(
             stage,
             model_state_nbytes(parameters, widths, stage=stage, ranks=ranks),
             traffic[stage] * parameters,
@@ -91,7 +91,7 @@ def zero(
     picture.write(output, lambda: draw(found, title))
 
 
-def table(found: Sequence[StageMemory], ranks: int, precision: str) -> str:
+def table(found: Sequence[ZeroStageMemory], ranks: int, precision: str) -> str:
     """Tabulate GiB on a rank by part, and the bytes that a rank sends in a step."""
     lines = [f"{'GiB on a rank':<15}" + "".join(f"{part:>17}" for part in STATE) + f"{'sum':>10}{'sent':>12}"]
     for stage, nbytes, traffic in found:
@@ -102,7 +102,7 @@ def table(found: Sequence[StageMemory], ranks: int, precision: str) -> str:
     return "\n".join([*lines, "", "sent: by each rank in a step"])
 
 
-def draw(found: Sequence[StageMemory], title: str) -> Figure:
+def draw(found: Sequence[ZeroStageMemory], title: str) -> Figure:
     """Return a figure with a bar for each stage."""
     figure = picture.new_figure(2.8)
     axes = figure.subplots()

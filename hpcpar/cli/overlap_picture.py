@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hpcpar.cli.draw_overlap import RankStep, Span
+    from hpcpar.cli.draw_overlap import RankStep, TimeSpan
 
 COLOUR_OF = {"forward": FORWARD, "backward": BACKWARD, "optimizer": WEIGHTS}
 LARGEST = 8
@@ -73,7 +73,7 @@ def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) 
 
     standing = union(step.standing)
 
-    def own_s(spans: Sequence[Span]) -> float:
+    def own_s(spans: Sequence[TimeSpan]) -> float:
         covered = union(spans)
         return seconds_of(covered) - seconds_of(common(covered, standing))
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from hpcpar.cli.picture import new_figure
 from hpcpar.cli.plan_tables import header
-from hpcpar.planner.search import Plan
+from hpcpar.planner.search import SearchResult
 from hpcpar.units import GiB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_plan(plan: Plan) -> Figure:
+def draw_plan(plan: SearchResult) -> Figure:
     """Return a figure of the ranked layouts: the step by part, the fullest rank's memory by purpose."""
     ranked = plan.ranked[::-1]
     figure = new_figure(2.2 + 0.45 * len(ranked))
@@ -41,7 +41,7 @@ def draw_plan(plan: Plan) -> Figure:
     return figure
 
 
-def draw_scaling(plans: Sequence[Plan]) -> Figure:
+def draw_scaling(plans: Sequence[SearchResult]) -> Figure:
     """Return a figure of tokens/s and MFU of the fastest layout over nodes; dashed: ideal scaling."""
     fitting = [plan for plan in plans if plan.ranked]
     figure = new_figure(4)

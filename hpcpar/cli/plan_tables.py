@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.explain import Walk, by_part
-from hpcpar.planner.search import Plan, PlanRequest, Rejected
+from hpcpar.planner.search import PlanRequest, Rejected, SearchResult
 from hpcpar.planner.step_time import COMPUTE
 from hpcpar.units import GiB, format_duration
 
@@ -29,7 +29,7 @@ GROUPS = {
 """Parts of a step that share a column of the table; what is left is "other"."""
 
 
-def show_plan(plan: Plan, *, tokens: float | None, top: int) -> None:
+def show_plan(plan: SearchResult, *, tokens: float | None, top: int) -> None:
     """Print the ranking."""
     request = plan.request
     click.echo(header(request))
@@ -115,7 +115,7 @@ def _purposes(one: Estimate) -> str:
     return ", ".join([*named, *([f"{host / GiB:.1f} GiB on the host"] if host else [])])
 
 
-def show_rejected(plan: Plan, *, every: bool) -> None:
+def show_rejected(plan: SearchResult, *, every: bool) -> None:
     """Print how many layouts cannot be, by kind of reason with an example; or all of them."""
     if not plan.rejected:
         return
@@ -190,7 +190,7 @@ def _signed(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_duration(abs(seconds))}"
 
 
-def show_scaling(plans: Sequence[Plan], *, tokens: float | None) -> None:
+def show_scaling(plans: Sequence[SearchResult], *, tokens: float | None) -> None:
     """Print the fastest layout on each number of nodes; efficiency beside the first that fits."""
     click.echo(header(plans[0].request).partition("\n")[2])
     table = _table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpcpar.algorithms.simulate import Crossover, Estimate
+from hpcpar.algorithms.simulate import AlgorithmTime, Crossover
 from hpcpar.cli.picture import new_figure
 from hpcpar.units import format_nbytes
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Found = Mapping[int, Sequence[Estimate]]
+Found = Mapping[int, Sequence[AlgorithmTime]]
 
 
 def draw(collective: str, by_size: Found, by_ranks: Found, crossovers: Sequence[Crossover] = ()) -> Figure:

@@ -31,7 +31,7 @@ from hpcpar.comm.tokens import Kind, Mailroom, Token, TokenTicket
 from hpcpar.errors import MismatchError
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.gpu.queue import DeviceOctets, Mark, Queue, as_pointer
-from hpcpar.transport.gpu.staged import StagedExchange, Turns, Way
+from hpcpar.transport.gpu.staged_messages import StagedExchange, Turns, Way
 from hpcpar.transport.interface import Exchange, Transport
 
 Extent = tuple[int, int]

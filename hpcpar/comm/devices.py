@@ -23,7 +23,7 @@ from hpcpar.transport.gpu.cuda_driver import CudaDriver
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
 from hpcpar.transport.gpu.ipc import EventExports, EventImports, Exports, Imports
 from hpcpar.transport.gpu.queue import Queue, queue_of_thread, queues_of_thread
-from hpcpar.transport.gpu.staged import PinnedPool
+from hpcpar.transport.gpu.staged_messages import PinnedPool
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator

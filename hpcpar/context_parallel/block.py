@@ -15,14 +15,14 @@ KeysValues = Tensor | tuple[Tensor, Tensor]
 """Keys and values [B, K, M, D], as one tensor [2, B, K, M, D] or as two."""
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     queries: Tensor
     keys: Tensor
     values: Tensor
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """A block of attention besides its tensors.
 
     scale     of the scores

@@ -28,12 +28,10 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm.agree import is_same_everywhere
-from hpcpar.context_parallel.attention import Attention, Call, WeightDropout, places_in
 from hpcpar.context_parallel.block import wide
-from hpcpar.context_parallel.head_exchange import HeadExchange
-from hpcpar.context_parallel.mask import Mask, Span
-from hpcpar.context_parallel.plan import (
-    Plan,
+from hpcpar.context_parallel.blockwise_attention import Attention, AttentionCall, WeightDropout, places_in
+from hpcpar.context_parallel.context_plan import (
+    ContextPlan,
     Spans,
     balanced,
     exchange_moves,
@@ -42,6 +40,8 @@ from hpcpar.context_parallel.plan import (
     ring_moves,
     ring_returns,
 )
+from hpcpar.context_parallel.head_exchange import HeadExchange
+from hpcpar.context_parallel.mask import Mask, Span
 from hpcpar.context_parallel.travel import GatherTravel, MessageTravel, Travel
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.partition import bounds, counts
@@ -116,7 +116,7 @@ class ContextParallel:
             raise LayoutError("no mask is in use; write `with cp.using(Mask(length)):` around this")
         return self._masks[-1]
 
-    def plan(self, mask: Mask, window: int | None = None) -> Plan:
+    def plan(self, mask: Mask, window: int | None = None) -> ContextPlan:
         """Return the plan of a mask, or of a layer with a window of its own."""
         return self._plans(mask, window)
 
@@ -201,7 +201,7 @@ class ContextParallel:
         self._require_shapes(queries, keys, values, plan)
         scale = queries.shape[-1] ** -0.5 if scale is None else scale
         travel = self._travel(plan, keys.dtype if self.narrow else wide(keys.dtype))
-        call = Call(plan, self.outer.rank, travel, scale, self.keep, dropout)
+        call = AttentionCall(plan, self.outer.rank, travel, scale, self.keep, dropout)
         if self.inner.size == 1:
             return Attention.apply(queries, keys, values, call)  # type: ignore[no-any-return, no-untyped-call]
         exchange = HeadExchange(self.inner, self._counts(plan))
@@ -220,7 +220,7 @@ class ContextParallel:
         seed = dropout.random_streams.seed("different")
         return self.attention(queries, keys, values, dropout=WeightDropout(dropout.probability, seed))
 
-    def _travel(self, plan: Plan, dtype: torch.dtype) -> Callable[[], Travel]:
+    def _travel(self, plan: ContextPlan, dtype: torch.dtype) -> Callable[[], Travel]:
         if self._travels == "allgather":
             return partial(GatherTravel, self.outer, plan, dtype)
         moves, returns = (
@@ -228,15 +228,15 @@ class ContextParallel:
         )
         return partial(MessageTravel, self.outer, plan, moves(plan), returns(plan), dtype, keep=self.keep)
 
-    def _counts(self, plan: Plan) -> tuple[int, ...]:
+    def _counts(self, plan: ContextPlan) -> tuple[int, ...]:
         """Return the tokens of each rank that exchanges heads with this one."""
         whole, multiple = plan.counts[self.outer.rank], self.multiple
         return tuple(count * multiple for count in counts(whole // multiple, self.inner.size))
 
-    def _plan(self, mask: Mask, window: int | None) -> Plan:
+    def _plan(self, mask: Mask, window: int | None) -> ContextPlan:
         if window is not None:  # of one layer, between others: the tokens stay where they are
             narrowed = replace(mask, window=min(window, mask.window or window))
-            return Plan(narrowed, self.plan(mask).shares)
+            return ContextPlan(narrowed, self.plan(mask).shares)
         return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
 
     def _require_agreed(self, mask: Mask) -> None:
@@ -257,7 +257,7 @@ class ContextParallel:
             )
         agreed.add(mask)
 
-    def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> None:
+    def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: ContextPlan) -> None:
         count = self._counts(plan)[self.inner.rank]
         shapes = [list(tensor.shape) for tensor in (queries, keys, values)]
         fits = all(len(shape) == 4 and shape[2:] == [count, shapes[0][-1]] for shape in shapes)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
+from hpcpar.context_parallel.block import AttentionBlock, AttentionGradients, KeysValues, wide
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -52,7 +52,7 @@ def fused_kernel(
     return "efficient" if dtype in (torch.float16, torch.float32) and capability >= (7, 0) else None
 
 
-def flash(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
+def flash(queries: Tensor, keys_values: KeysValues, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `attend` does."""
     size = queries.shape[-1]
     out, lse = _FLASH(*_aligned(queries, *keys_values), 0.0, block.causal, scale=block.scale)[:2]
@@ -60,8 +60,12 @@ def flash(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tenso
 
 
 def flash_backward(
-    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
-) -> Gradients:
+    gradient: Tensor,
+    queries: Tensor,
+    keys_values: KeysValues,
+    merged: tuple[Tensor, Tensor],
+    block: AttentionBlock,
+) -> AttentionGradients:
     """Return the block's part of the gradients, as `attend_backward` does."""
     (out, lse), size = merged, queries.shape[-1]
     lengths = queries.shape[2], keys_values[0].shape[2]
@@ -72,10 +76,10 @@ def flash_backward(
         *(0.0, block.causal, lse, lse),  # a state of random numbers, which no dropout does not read
         scale=block.scale,
     )
-    return Gradients(*(tensor[..., :size] for tensor in of_inputs))
+    return AttentionGradients(*(tensor[..., :size] for tensor in of_inputs))
 
 
-def efficient(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
+def efficient(queries: Tensor, keys_values: KeysValues, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `attend` does."""
     count, size = queries.shape[-2:]
     grouped, keys, values = _by_group(*_aligned(queries, *keys_values))
@@ -90,8 +94,12 @@ def efficient(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[T
 
 
 def efficient_backward(
-    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
-) -> Gradients:
+    gradient: Tensor,
+    queries: Tensor,
+    keys_values: KeysValues,
+    merged: tuple[Tensor, Tensor],
+    block: AttentionBlock,
+) -> AttentionGradients:
     """Return the block's part of the gradients, as `attend_backward` does."""
     (out, lse), size = merged, queries.shape[-1]
     aligned = _aligned(queries, *keys_values, gradient, out)
@@ -113,7 +121,7 @@ def efficient_backward(
         of_keys, of_values = (
             tensor.sum(1, dtype=wide(tensor.dtype)).view(shared) for tensor in (of_keys, of_values)
         )
-    return Gradients(of_queries.reshape(queries.shape), of_keys, of_values)
+    return AttentionGradients(of_queries.reshape(queries.shape), of_keys, of_values)
 
 
 def _aligned(*tensors: Tensor) -> list[Tensor]:
@@ -148,7 +156,7 @@ def _by_group(queries: Tensor, keys: Tensor, values: Tensor, *like_queries: Tens
     return [by_query[0], *by_key, *by_query[1:]]
 
 
-def _bias(block: Block, queries: Tensor) -> Tensor | None:
+def _bias(block: AttentionBlock, queries: Tensor) -> Tensor | None:
     """Return what is added to the scores, [B, A, N, M] of one [N, M] in memory."""
     if block.allowed is None:
         return None

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
+from hpcpar.context_parallel.block import AttentionBlock, AttentionGradients, KeysValues, wide
 from hpcpar.context_parallel.fused_cuda import (
     efficient,
     efficient_backward,
@@ -39,11 +39,13 @@ _FOR_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_b
 class Kernel(NamedTuple):
     """Attention of a block and its backward, with the arguments of `attend` and of `attend_backward`."""
 
-    forward: Callable[[Tensor, KeysValues, Block], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, KeysValues, tuple[Tensor, Tensor], Block], Gradients]
+    forward: Callable[[Tensor, KeysValues, AttentionBlock], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, KeysValues, tuple[Tensor, Tensor], AttentionBlock], AttentionGradients
+    ]
 
 
-def attend(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
+def attend(queries: Tensor, keys_values: KeysValues, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return out [B, A, N, D] in the queries' type, and lse [B, A, N] in float32, or float64 for such.
 
     queries [B, A, N, D], keys and values [B, K, M, D] with A a multiple of K; N and M at least 1
@@ -52,8 +54,12 @@ def attend(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tens
 
 
 def attend_backward(
-    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
-) -> Gradients:
+    gradient: Tensor,
+    queries: Tensor,
+    keys_values: KeysValues,
+    merged: tuple[Tensor, Tensor],
+    block: AttentionBlock,
+) -> AttentionGradients:
     """Return the block's part of the gradients, given the out and lse merged over all blocks.
 
     gradient, out   [B, A, N, D], in the queries' type
@@ -61,7 +67,7 @@ def attend_backward(
     return kernel_for(queries, block).backward(gradient, queries, keys_values, merged, block)
 
 
-def kernel_for(queries: Tensor, block: Block) -> Kernel:
+def kernel_for(queries: Tensor, block: AttentionBlock) -> Kernel:
     """Return the kernel that computes this block."""
     if block.weights is not None:
         return PLAIN
@@ -88,7 +94,7 @@ def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> N
     lse.copy_(merged)
 
 
-def _for_cpu(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
+def _for_cpu(queries: Tensor, keys_values: KeysValues, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     mask = _additive(block, queries.dtype)
     out, lse = _FOR_CPU(queries, *keys_values, 0.0, block.causal, attn_mask=mask, scale=block.scale)
     if block.allowed is not None:
@@ -97,21 +103,27 @@ def _for_cpu(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Te
 
 
 def _for_cpu_backward(
-    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
-) -> Gradients:
+    gradient: Tensor,
+    queries: Tensor,
+    keys_values: KeysValues,
+    merged: tuple[Tensor, Tensor],
+    block: AttentionBlock,
+) -> AttentionGradients:
     inputs = (gradient, queries, *keys_values, *merged)
     mask = _additive(block, queries.dtype)
-    return Gradients(*_FOR_CPU_BACKWARD(*inputs, 0.0, block.causal, attn_mask=mask, scale=block.scale))
+    return AttentionGradients(
+        *_FOR_CPU_BACKWARD(*inputs, 0.0, block.causal, attn_mask=mask, scale=block.scale)
+    )
 
 
-def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+def _additive(block: AttentionBlock, dtype: torch.dtype) -> Tensor | None:
     if block.allowed is None:
         return None
     zeros = torch.zeros(block.allowed.shape, dtype=dtype, device=block.allowed.device)
     return zeros.masked_fill_(~block.allowed, -torch.inf)
 
 
-def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, block: AttentionBlock) -> Tensor:
     """Return the scaled scores [B, K, A/K, N, M], -inf where queries and keys do not attend."""
     grouped = torch.unflatten(queries.to(wide(queries.dtype)), 1, (keys.shape[1], -1))
     scores = (grouped * block.scale) @ keys.to(grouped.dtype).unsqueeze(2).transpose(-1, -2)
@@ -123,7 +135,7 @@ def _scores(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
     return scores
 
 
-def _plain(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tensor, Tensor]:
+def _plain(queries: Tensor, keys_values: KeysValues, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     keys, values = keys_values
     scores = _scores(queries, keys, block)
     lse = scores.logsumexp(-1)
@@ -136,8 +148,12 @@ def _plain(queries: Tensor, keys_values: KeysValues, block: Block) -> tuple[Tens
 
 
 def _plain_backward(
-    gradient: Tensor, queries: Tensor, keys_values: KeysValues, merged: tuple[Tensor, Tensor], block: Block
-) -> Gradients:
+    gradient: Tensor,
+    queries: Tensor,
+    keys_values: KeysValues,
+    merged: tuple[Tensor, Tensor],
+    block: AttentionBlock,
+) -> AttentionGradients:
     (keys, values), (out, lse) = keys_values, merged
     groups = (keys.shape[1], -1)
     probabilities = (_scores(queries, keys, block) - torch.unflatten(lse, 1, groups).unsqueeze(-1)).exp_()
@@ -152,7 +168,9 @@ def _plain_backward(
     of_scores = probabilities * (of_weights - mean) * block.scale
     of_queries = (of_scores @ keys.to(of_scores.dtype).unsqueeze(2)).flatten(1, 2)
     of_keys = (of_scores.transpose(-1, -2) @ torch.unflatten(queries.to(of_scores.dtype), 1, groups)).sum(2)
-    return Gradients(of_queries.to(queries.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype))
+    return AttentionGradients(
+        of_queries.to(queries.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype)
+    )
 
 
 PLAIN = Kernel(_plain, _plain_backward)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hpcpar.autograd import scratch
 from hpcpar.context_parallel.block import KeysValues
+from hpcpar.context_parallel.context_plan import ContextPlan, Move, Spans
 from hpcpar.context_parallel.mask import Span
-from hpcpar.context_parallel.plan import Move, Plan, Spans
 from hpcpar.partition import offsets
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class MessageTravel:
     def __init__(
         self,
         comm: Communicator,
-        plan: Plan,
+        plan: ContextPlan,
         moves: Sequence[Move],
         returns: Sequence[Move],
         dtype: torch.dtype,
@@ -204,7 +204,7 @@ class GatherTravel:
     source   Llama Team 2024, The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2
     """
 
-    def __init__(self, comm: Communicator, plan: Plan, dtype: torch.dtype) -> None:
+    def __init__(self, comm: Communicator, plan: ContextPlan, dtype: torch.dtype) -> None:
         self._comm, self._plan, self._dtype = comm, plan, dtype
         self._gradients: Tensor | None = None
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from hpcpar.algorithms.topology import Link, NodeMap, map_nodes
+from hpcpar.algorithms.topology import MessageCost, NodeMap, map_nodes
 from hpcpar.errors import LayoutError
 from hpcpar.partition import bounds
 
@@ -177,7 +177,11 @@ def between_nodes(messages: Sequence[RowMessage], nodes: Sequence[int]) -> int:
 
 
 def seconds(
-    messages: Sequence[RowMessage], nodes: Sequence[int], row_nbytes: int, within: Link, between: Link
+    messages: Sequence[RowMessage],
+    nodes: Sequence[int],
+    row_nbytes: int,
+    within: MessageCost,
+    between: MessageCost,
 ) -> float:
     """Price messages by α and β: a rank sends one message after the other, and receives meanwhile.
 

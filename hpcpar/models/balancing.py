@@ -20,7 +20,7 @@ from torch import Tensor
 from hpcpar.autograd.dim_collectives import summed
 from hpcpar.autograd.recompute import first_time
 from hpcpar.comm import Communicator
-from hpcpar.expert_parallel.balance import Balance, updated_bias
+from hpcpar.expert_parallel.expert_loads import Balance, updated_bias
 from hpcpar.expert_parallel.losses import attach, balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import Routing
 from hpcpar.planner.experts import Experts

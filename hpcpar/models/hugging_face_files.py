@@ -33,7 +33,7 @@ from hpcpar.tensor_parallel import own_shard
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
-    from hpcpar.models.stages import LlamaStages
+    from hpcpar.models.llama_stages import LlamaStages
 
 OF_TRAINING = frozenset(
     {

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.rules import layout_refusal
-from hpcpar.planner.search import Plan, PlanRequest, divisors, layouts_of, search
+from hpcpar.planner.search import PlanRequest, SearchResult, divisors, layouts_of, search
 from hpcpar.units import GiB, format_duration
 
 SAME = 0.02
@@ -25,7 +25,7 @@ SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Step:
+class RuleStep:
     """A step of the walk: the rule, what was found, and the layout where one fits."""
 
     rule: str
@@ -37,7 +37,7 @@ class Step:
 class Walk:
     """The rules' steps, the layout that they end with (None: with none), and the search's beside it."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RuleStep, ...]
     by_rule: Estimate | None
     searched: Estimate | None
 
@@ -63,9 +63,9 @@ class Walk:
         )
 
 
-def walk(request: PlanRequest, plan: Plan) -> Walk:
+def walk(request: PlanRequest, plan: SearchResult) -> Walk:
     """Follow the rules of thumb for a request, and compare with its plan."""
-    steps: list[Step] = []
+    steps: list[RuleStep] = []
     found: Estimate | None = None
     for follow in (_data_parallel, _tensor_parallel, _across_nodes):
         step = follow(request)
@@ -77,7 +77,7 @@ def walk(request: PlanRequest, plan: Plan) -> Walk:
     return Walk(tuple(steps), found, plan.ranked[0] if plan.ranked else None)
 
 
-def _best(request: PlanRequest, **degrees: int | tuple[int, ...]) -> Plan:
+def _best(request: PlanRequest, **degrees: int | tuple[int, ...]) -> SearchResult:
     """Search the layouts of these degrees; those that the request fixes otherwise are none."""
     fixed = dict(request.fixed)
     for axis, degree in degrees.items():
@@ -86,7 +86,7 @@ def _best(request: PlanRequest, **degrees: int | tuple[int, ...]) -> Plan:
     return search(replace(request, fixed=fixed), top=1)
 
 
-def _reason(plan: Plan) -> str:
+def _reason(plan: SearchResult) -> str:
     """Return why none of a plan's layouts can be: what lacks least memory, or the first reason."""
     if not plan.rejected:
         return "it is not among the layouts that --fix allows"
@@ -101,24 +101,24 @@ def _told(estimate: Estimate) -> str:
     )
 
 
-def _data_parallel(request: PlanRequest) -> Step:
+def _data_parallel(request: PlanRequest) -> RuleStep:
     rule = "the model fits a device: data parallel"
     plan = _best(request, pp=1, cp=1, tp=1, zero_stage=(0, 1, 2))
     if plan.ranked:
-        return Step(rule, f"it fits. {_told(plan.best)}", plan.best)
-    return Step(rule, f"it does not: {_reason(plan)}")
+        return RuleStep(rule, f"it fits. {_told(plan.best)}", plan.best)
+    return RuleStep(rule, f"it does not: {_reason(plan)}")
 
 
-def _tensor_parallel(request: PlanRequest) -> Step:
+def _tensor_parallel(request: PlanRequest) -> RuleStep:
     rule = "it does not: tensor parallel, up to the devices of a node"
     plan = None
     for tp in _degrees_in_node(request):
         plan = _best(request, pp=1, cp=1, tp=tp, zero_stage=(0, 1, 2))
         if plan.ranked:
-            return Step(rule, f"it fits from tp={tp} on. {_told(plan.best)}", plan.best)
+            return RuleStep(rule, f"it fits from tp={tp} on. {_told(plan.best)}", plan.best)
     if plan is None:
-        return Step(rule, "no degree of tp within a node divides the model")
-    return Step(rule, f"it does not fit up to tp={max(_degrees_in_node(request))}: {_reason(plan)}")
+        return RuleStep(rule, "no degree of tp within a node divides the model")
+    return RuleStep(rule, f"it does not fit up to tp={max(_degrees_in_node(request))}: {_reason(plan)}")
 
 
 def _degrees_in_node(request: PlanRequest) -> list[int]:
@@ -140,12 +140,12 @@ def _degrees_in_node(request: PlanRequest) -> list[int]:
     return found
 
 
-def _across_nodes(request: PlanRequest) -> Step:
+def _across_nodes(request: PlanRequest) -> RuleStep:
     """Take the smallest pipeline that fits with tp of a node; and ZeRO-3, with and without tp."""
     rule = "it still does not: pipeline across nodes, or ZeRO-3"
     tp = max(_degrees_in_node(request), default=1)
     pipelined: Estimate | None = None
-    tried: Plan | None = None
+    tried: SearchResult | None = None
     for pp in divisors(request.cluster.size // tp)[1:]:
         if pp > request.model.layers:
             break
@@ -167,16 +167,18 @@ def _across_nodes(request: PlanRequest) -> Step:
     best = min(both, key=lambda one: one.step_s, default=None)
     if len(both) == 2 and best is not None:
         told.append("the pipeline is faster" if best is pipelined else "ZeRO-3 is faster")
-    return Step(rule, "; ".join(told), best)
+    return RuleStep(rule, "; ".join(told), best)
 
 
-def _the_rest(request: PlanRequest, found: Estimate | None) -> Step:
+def _the_rest(request: PlanRequest, found: Estimate | None) -> RuleStep:
     rule = "devices that are left: data parallel"
     if found is None:
-        return Step(rule, "no layout of the rules fits; the search has context and expert parallelism, too")
+        return RuleStep(
+            rule, "no layout of the rules fits; the search has context and expert parallelism, too"
+        )
     layout = found.strategy.layout
     own = request.global_batch // layout.dp
-    return Step(
+    return RuleStep(
         rule,
         f"dp={layout.dp}: {request.cluster.size} devices over pp={layout.pp} x tp={layout.tp}, "
         f"{own} sequences of {request.global_batch} on each",

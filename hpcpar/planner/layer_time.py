@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.kernels import (
-    Group,
+from hpcpar.planner.kernel_time import (
+    GroupShape,
     allreduce_s,
     attention_s,
     elementwise_s,
@@ -194,12 +194,12 @@ def _exchanges(
     unit = float(width * strategy.own_tokens * model.hidden_size)
     exposed, nbytes, seconds = {}, {}, {}
     if layout.tp > 1:
-        group = Group.of(cluster, layout.tp, 1)
+        group = GroupShape.of(cluster, layout.tp, 1)
         calls += 4 if strategy.sequence_parallel and cluster.device.on_host else 2
         seconds["tp"] = exposed["tensor parallel"] = 2 * allreduce_s(group, unit)
         nbytes["tp"] = 4 * (layout.tp - 1) / layout.tp * unit
     if layout.cp > 1:
-        group = Group.of(cluster, layout.cp, layout.tp)
+        group = GroupShape.of(cluster, layout.cp, layout.tp)
         if strategy.cp_method.startswith("ulysses"):
             calls += 4
             heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size / layout.tp
@@ -217,7 +217,7 @@ def _exchanges(
             exposed["context parallel"] = max(0.0, seconds["cp"] - hidden)
     experts = model.experts_of(layer)
     if experts is not None and layout.ep > 1:
-        group = Group.of(cluster, layout.ep, layout.etp)
+        group = GroupShape.of(cluster, layout.ep, layout.etp)
         calls += 7  # counts; rows and outputs, whose collectives are compiled anew each time
         tokens = strategy.own_tokens / (layout.tp if layout.etp == 1 else 1)
         sent = width * tokens * experts.per_token * model.hidden_size * 2

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.kernels import Group, elementwise_s, half_allreduce_s
+from hpcpar.planner.kernel_time import GroupShape, elementwise_s, half_allreduce_s
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.muon import UPDATE_ITEMSIZE, orthogonalization_flops
 from hpcpar.planner.software import Software
 from hpcpar.planner.stage_memory import OwnParameters, own_parameters, state_widths
-from hpcpar.planner.stages import Stage
+from hpcpar.planner.stages import StageLayers
 from hpcpar.planner.strategy import Strategy
 
 
 def optimizer_s(
-    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, held: Sequence[Stage]
+    model: ModelShape, cluster: Cluster, strategy: Strategy, software: Software, held: Sequence[StageLayers]
 ) -> float:
     """Return the seconds of the update on a rank with these stages."""
     own = own_parameters(model, strategy, held)
@@ -50,7 +50,7 @@ def _elementwise_s(own: OwnParameters, cluster: Cluster, strategy: Strategy, sof
     return nbytes / bandwidth if bandwidth else float("inf")
 
 
-def _flops(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> float:
+def _flops(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]) -> float:
     """Return the FLOPs of one rank; owners share the matrices evenly. Stacked matrices are taken as one."""
     layout, flops = strategy.layout, 0.0
     for layer, _ in model.layer_kinds:
@@ -67,11 +67,11 @@ def _exchange_s(own: OwnParameters, cluster: Cluster, strategy: Strategy) -> flo
     """Return the seconds in which updates go to the owners of their matrices and back."""
     layout, there_and_back = strategy.layout, 2 * UPDATE_ITEMSIZE
     seconds = half_allreduce_s(
-        Group.of(cluster, layout.tp, 1), there_and_back * own.matrices / strategy.shard_ranks
+        GroupShape.of(cluster, layout.tp, 1), there_and_back * own.matrices / strategy.shard_ranks
     )
     if strategy.zero_stage == 3:
-        group = Group.of(cluster, strategy.shard_ranks, layout.tp)
+        group = GroupShape.of(cluster, strategy.shard_ranks, layout.tp)
         seconds += half_allreduce_s(group, there_and_back * own.matrices / strategy.shard_ranks)
-        experts = Group.of(cluster, strategy.expert_shards, layout.ep * layout.etp)
+        experts = GroupShape.of(cluster, strategy.expert_shards, layout.ep * layout.etp)
         seconds += half_allreduce_s(experts, there_and_back * own.experts / strategy.expert_shards)
     return seconds

@@ -132,7 +132,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """Result of a search.
 
     ranked     the best strategy of each of the K fastest layouts, fastest first
@@ -162,7 +162,7 @@ class Plan:
         return dict(sorted(kinds.items(), key=lambda item: -len(item[1])))
 
 
-def search(request: PlanRequest, *, top: int = 10) -> Plan:
+def search(request: PlanRequest, *, top: int = 10) -> SearchResult:
     """Find the `top` fastest layouts that fit, each with its best strategy; and why others cannot be."""
     rejected: list[Rejected] = []
     legal: list[Layout] = []
@@ -176,7 +176,7 @@ def search(request: PlanRequest, *, top: int = 10) -> Plan:
         else:
             rejected.append(refused)
     ranked, priced = _fastest(request, legal, bounds, top)
-    return Plan(request, tuple(ranked), tuple(rejected), number, priced)
+    return SearchResult(request, tuple(ranked), tuple(rejected), number, priced)
 
 
 def fits_somewhere(request: PlanRequest) -> bool:

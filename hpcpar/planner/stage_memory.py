@@ -19,7 +19,7 @@ from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, mo
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, RecomputeMode
 from hpcpar.planner.software import Software
-from hpcpar.planner.stages import Stage, chunks_alive, stages_of, stages_of_ranks
+from hpcpar.planner.stages import StageLayers, chunks_alive, stages_of, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 
 ACTIVATIONS, WORKING = "activations", "working memory"
@@ -52,7 +52,7 @@ def memory_of_stages(
     """
     stages = stages_of(model, strategy)
     # Most ranks hold alike: a pipeline of 64 has the first, the last and those between.
-    kinds: dict[tuple[Stage, ...], tuple[dict[str, int], int, int]] = {}
+    kinds: dict[tuple[StageLayers, ...], tuple[dict[str, int], int, int]] = {}
     of_layers = _layers_activations(model, strategy, software)
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
         held = tuple(stages[number] for number in numbers)
@@ -83,7 +83,7 @@ class OwnParameters(NamedTuple):
         return self.matrices + self.others
 
 
-def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[Stage]) -> OwnParameters:
+def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]) -> OwnParameters:
     """Return the parameters of one rank with these stages."""
     layout = strategy.layout
     matrices = experts = others = 0
@@ -161,7 +161,7 @@ def _layers_activations(
 def _activations(
     model: ModelShape,
     strategy: Strategy,
-    held: Sequence[Stage],
+    held: Sequence[StageLayers],
     of_layers: Mapping[int, tuple[int, int]],
 ) -> int:
     """Return the bytes of one chunk on each of these stages together."""
@@ -227,7 +227,7 @@ def _working(
     model: ModelShape,
     strategy: Strategy,
     software: Software,
-    held: Sequence[Stage],
+    held: Sequence[StageLayers],
     of_layers: Mapping[int, tuple[int, int]],
 ) -> int:
     layers = [layer for layer, _ in model.layer_kinds if any(stage.count(layer, model) for stage in held)]

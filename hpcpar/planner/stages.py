@@ -14,7 +14,7 @@ from hpcpar.planner.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """One stage of the pipeline.
 
     dense, mixture   number of its layers of either kind
@@ -35,7 +35,7 @@ class Stage:
         return self.dense if model.experts_of(layer) is None else self.mixture
 
 
-def stages_of(model: ModelShape, strategy: Strategy) -> list[Stage]:
+def stages_of(model: ModelShape, strategy: Strategy) -> list[StageLayers]:
     """Divide the layers among the stages, so that the most loaded one has least.
 
     Equally, where they divide; else the last stage has fewer, as its output projection weighs what it does.
@@ -52,7 +52,7 @@ def stages_of(model: ModelShape, strategy: Strategy) -> list[Stage]:
     found, start = [], 0
     for number, count in enumerate(counts):
         dense = min(max(first_dense - start, 0), count)
-        found.append(Stage(dense, count - dense, number == 0, number == stages - 1))
+        found.append(StageLayers(dense, count - dense, number == 0, number == stages - 1))
         start += count
     return found
 

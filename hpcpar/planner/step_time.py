@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcpar.planner.cluster import Cluster
-from hpcpar.planner.kernels import Group, allreduce_s, elementwise_s, half_allreduce_s, send_s
+from hpcpar.planner.kernel_time import GroupShape, allreduce_s, elementwise_s, half_allreduce_s, send_s
 from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, products_s
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.optimizer_time import optimizer_s
 from hpcpar.planner.pipeline_time import span_s
 from hpcpar.planner.software import Software
 from hpcpar.planner.stage_memory import own_parameters, stays_gathered
-from hpcpar.planner.stages import Stage, stages_of, stages_of_ranks
+from hpcpar.planner.stages import StageLayers, stages_of, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 
 COMPUTE = ("matrix products", "attention", "elementwise", "launches")
@@ -73,7 +73,7 @@ class PassesTime:
     """
 
     parts: Mapping[str, float]
-    held: list[Stage]
+    held: list[StageLayers]
     weight_s: float
     of_layers: Mapping[int, LayerTime]
 
@@ -154,7 +154,7 @@ def _stage_time(
     model: ModelShape,
     cluster: Cluster,
     strategy: Strategy,
-    stage: Stage,
+    stage: StageLayers,
     of_layers: Mapping[int, LayerTime],
     software: Software,
 ) -> LayerTime:
@@ -180,7 +180,7 @@ def head_s(
     whole = products_s(cluster, strategy, [model.head_product])
     products = [seconds / software.head_rate for seconds in whole]
     passes = elementwise_s(device, software.logits / 2 * rows * columns)
-    group = Group.of(cluster, tp, 1)
+    group = GroupShape.of(cluster, tp, 1)
     unit = allreduce_s(group, 2.0 * rows * model.hidden_size)
     return [
         ("forward", "matrix products", products[0]),
@@ -197,7 +197,7 @@ def _hop_s(model: ModelShape, cluster: Cluster, strategy: Strategy, software: So
     layout = strategy.layout
     if layout.pp == 1:
         return 0.0
-    group = Group.of(cluster, layout.pp, layout.size // layout.pp)
+    group = GroupShape.of(cluster, layout.pp, layout.size // layout.pp)
     return send_s(group, _message_nbytes(model, strategy, software))
 
 
@@ -211,7 +211,7 @@ def _reduction(
     cluster: Cluster,
     strategy: Strategy,
     software: Software,
-    held: list[Stage],
+    held: list[StageLayers],
     behind_s: float,
 ) -> AxisTraffic:
     """Return the traffic of gradients and of sharded parameters."""
@@ -229,7 +229,7 @@ def _reduction(
         ranks = shards if strategy.zero_stage else copies
         if copies > ranks and parameters:  # HSDP: shards are averaged over the sets
             across, nbytes_of_shard = (
-                Group.of(cluster, copies // ranks, stride * ranks),
+                GroupShape.of(cluster, copies // ranks, stride * ranks),
                 width * parameters / ranks,
             )
             link = across.link.name
@@ -237,7 +237,7 @@ def _reduction(
             nbytes += 2 * (1 - ranks / copies) * nbytes_of_shard
         if ranks == 1 or not parameters:
             continue
-        group = Group.of(cluster, ranks, stride)
+        group = GroupShape.of(cluster, ranks, stride)
         link = group.link.name if copies == ranks else link
         gradient = half_allreduce_s(group, width * parameters)
         weights = half_allreduce_s(group, strategy.itemsize * parameters)
@@ -268,7 +268,7 @@ def _traffic(
     cluster: Cluster,
     strategy: Strategy,
     of_layers: Mapping[int, LayerTime],
-    held: list[Stage],
+    held: list[StageLayers],
     reduced: AxisTraffic,
     software: Software,
 ) -> tuple[AxisTraffic, ...]:
@@ -284,9 +284,9 @@ def _traffic(
             times = m * sum(stage.count(layer, model) for stage in held)
             nbytes += times * time.nbytes.get(axis, 0.0)
             seconds += times * time.seconds_of_axis.get(axis, 0.0)
-        found.append(AxisTraffic(axis, Group.of(cluster, size, stride).link.name, nbytes, seconds))
+        found.append(AxisTraffic(axis, GroupShape.of(cluster, size, stride).link.name, nbytes, seconds))
     if layout.pp > 1:
-        group = Group.of(cluster, layout.pp, layout.size // layout.pp)
+        group = GroupShape.of(cluster, layout.pp, layout.size // layout.pp)
         # The first stage sends no gradient, the last one no activation.
         messages = m * sum((not stage.embeds) + (not stage.heads) for stage in held)
         nbytes = _message_nbytes(model, strategy, software)

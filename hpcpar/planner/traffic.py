@@ -311,7 +311,7 @@ class CollectiveCall(NamedTuple):
     kind: Values = "of the model"
 
 
-class Region(NamedTuple):
+class RegionEdge(NamedTuple):
     """Collectives at an edge of what ranks compute differently.
 
     part   "attention", "feed-forward", "experts", "shared expert" or "norms"
@@ -446,23 +446,23 @@ class TensorParallelCalls:
         if part.embeds:
             yield from self._of_embedding
 
-    def regions(self, number: int) -> list[Region]:
+    def regions(self, number: int) -> list[RegionEdge]:
         """List the edges of a layer's parts, in the order of forward, and last the gradients of its norms."""
         experts = self._config.experts_of(number)
         of_heads = [CollectiveCall("allreduce", width) for width in self._config.query_key_norms]
-        norms = Region("norms", "", [], 2 * self._norm + of_heads)
+        norms = RegionEdge("norms", "", [], 2 * self._norm + of_heads)
         if experts is None:
             return [*self._dense("attention"), *self._dense("feed-forward"), norms]
         shared = self._dense("shared expert") if experts.shared_ffn_size else []
-        mixture = Region("experts", "", self._mixture, self._of_mixture)
+        mixture = RegionEdge("experts", "", self._mixture, self._of_mixture)
         return [*self._dense("attention"), mixture, *shared, norms]
 
-    def _dense(self, part: str) -> list[Region]:
+    def _dense(self, part: str) -> list[RegionEdge]:
         """List the edges of column layers and the row layer after them."""
         enter, leave = ("g", "ḡ") if self._tp.sequence_parallel else ("f", "g")
         return [
-            Region(part, enter, self._column, self._of_column),
-            Region(part, leave, self._row, self._of_row),
+            RegionEdge(part, enter, self._column, self._of_column),
+            RegionEdge(part, leave, self._row, self._of_row),
         ]
 
     def layer_forward(self, number: int) -> list[CollectiveCall]:

@@ -63,7 +63,7 @@ OF_VTRAIN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredStep:
     """A measured step. `line` of the file; memory_nbytes None: not measured."""
 
     line: int
@@ -94,7 +94,7 @@ class Row:
 class Judged:
     """A row with its prediction. `tight`: the prediction leaves little memory; such rows are not fitted."""
 
-    row: Row
+    row: MeasuredStep
     predicted_s: float
     tight: bool
 
@@ -157,7 +157,9 @@ class Validation:
         return told + (f"; {tight} rows are tight in memory" if tight else "")
 
 
-def validate(rows: Sequence[Row], *, share: float = 0.2, constants: Constants | None = None) -> Validation:
+def validate(
+    rows: Sequence[MeasuredStep], *, share: float = 0.2, constants: Constants | None = None
+) -> Validation:
     """Fit constants on a share of the rows, and predict the others.
 
     share       0 = fit nothing: predict all rows with the given constants
@@ -188,7 +190,7 @@ def validate(rows: Sequence[Row], *, share: float = 0.2, constants: Constants | 
     return Validation(found, len(fitted), judged)
 
 
-def _spread(rows: Sequence[Row], share: float) -> list[Row]:
+def _spread(rows: Sequence[MeasuredStep], share: float) -> list[MeasuredStep]:
     """Choose a share of the rows, evenly in the order of model and layout."""
     count = int(share * len(rows))
     if not count:
@@ -215,7 +217,7 @@ _NEEDED = ("devices", "global_batch", "microbatch", "sequence", "tp", "dp", "pp"
 _IGNORED = ("Parameters (billion)",)
 
 
-def read_rows(path: Path, *, machine: str | None = None, software: str | None = None) -> list[Row]:
+def read_rows(path: Path, *, machine: str | None = None, software: str | None = None) -> list[MeasuredStep]:
     """Read measured rows; the machine's and program's names given here go before those of the file.
 
     errors   ConfigError that names file, line and column
@@ -239,7 +241,7 @@ def read_rows(path: Path, *, machine: str | None = None, software: str | None = 
     return rows
 
 
-def _row(table: Mapping[str, str], where: str, line: int, clusters: dict[str, Cluster]) -> Row:
+def _row(table: Mapping[str, str], where: str, line: int, clusters: dict[str, Cluster]) -> MeasuredStep:
     for key in table:
         if key not in _OPTIONAL and key not in _NEEDED and key not in _IGNORED:
             raise ConfigError(
@@ -263,7 +265,7 @@ def _row(table: Mapping[str, str], where: str, line: int, clusters: dict[str, Cl
         seconds = float(table["step_s"]) if "step_s" in table else float(table["step_ms"]) / 1000
         memory = float(table["memory_gib"]) * GiB if "memory_gib" in table else None
         own = cluster.with_devices(devices)
-        return Row(line, _model(table), own, SOFTWARE[program], strategy, seconds, memory)
+        return MeasuredStep(line, _model(table), own, SOFTWARE[program], strategy, seconds, memory)
     except (ValueError, HpcparError) as error:
         raise ConfigError(f"{where}: {error}") from error
 

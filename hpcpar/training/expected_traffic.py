@@ -13,7 +13,7 @@ from torch import nn
 from hpcpar.comm.preemption import QUESTION_NBYTES
 from hpcpar.context_parallel import ContextParallel, Mask
 from hpcpar.context_parallel.block import wide
-from hpcpar.context_parallel.traffic import Heads, totals
+from hpcpar.context_parallel.context_traffic import HeadSizes, totals
 from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.models import Llama, LlamaStages
 from hpcpar.parameter_info import info_of
@@ -165,7 +165,7 @@ def _context_parallel(
     sent = totals(
         cp.plan(Mask(parallel.config.train.sequence)),
         cp.method,
-        Heads(config.heads // tp.size, max(1, config.key_value_heads // tp.size), config.head_width),
+        HeadSizes(config.heads // tp.size, max(1, config.key_value_heads // tp.size), config.head_width),
         cp.comm.rank,
         inner=cp.inner.size,
         multiple=cp.multiple,

@@ -21,7 +21,7 @@ from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaConfig, LlamaStages
 from hpcpar.models.balancing import Balancing
 from hpcpar.models.layers import Layers
-from hpcpar.models.stages import measured_costs
+from hpcpar.models.llama_stages import measured_costs
 from hpcpar.partition import bounds
 from hpcpar.pipeline_parallel import Pipeline, TiedWeights
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand, stage_costs

@@ -14,7 +14,7 @@ from hpcpar.algorithms.prove import prove
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
 from hpcpar.algorithms.simulate import simulate
 from hpcpar.algorithms.step import Step
-from hpcpar.algorithms.topology import Link, Topology
+from hpcpar.algorithms.topology import MessageCost, Topology
 
 HIERARCHICAL = [one for by_name in ALGORITHMS.values() for one in by_name.values() if one.placed]
 
@@ -212,7 +212,7 @@ def test_a_broadcast_crosses_once_to_every_other_node_and_reaches_every_other_ra
 
 def test_a_flat_ring_sends_as_much_over_each_node_border_as_all_lanes_together() -> None:
     """Bytes per node are the same; the hierarchical ring has g links for them, and fewer steps."""
-    topology = Topology(4, Link(1e-6, 1e-11), Link(5e-6, 1e-9), 1e-12)
+    topology = Topology(4, MessageCost(1e-6, 1e-11), MessageCost(5e-6, 1e-9), 1e-12)
     flat = simulate(find("allreduce", "ring"), 16, 2**20, topology)
     lanes = simulate(find("allreduce", "hierarchical"), 16, 2**20, topology)
     assert lanes.nbytes_between_nodes == 4 * 2 * 3 * 2**20 // 4
@@ -221,7 +221,7 @@ def test_a_flat_ring_sends_as_much_over_each_node_border_as_all_lanes_together()
 
 
 def test_leaders_are_faster_than_lanes_for_small_vectors_and_slower_for_large_ones() -> None:
-    topology = Topology(8, Link(1e-6, 1e-11), Link(5e-6, 1e-9), 1e-12)
+    topology = Topology(8, MessageCost(1e-6, 1e-11), MessageCost(5e-6, 1e-9), 1e-12)
     leaders, lanes = find("allreduce", "leaders"), find("allreduce", "hierarchical")
     assert simulate(leaders, 64, 8, topology).seconds < simulate(lanes, 64, 8, topology).seconds / 3
     assert simulate(leaders, 64, 2**24, topology).seconds > 3 * simulate(lanes, 64, 2**24, topology).seconds

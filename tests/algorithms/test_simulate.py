@@ -19,7 +19,7 @@ from hpcpar.algorithms.simulate import (
     simulate,
 )
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
-from hpcpar.algorithms.topology import Link, Topology
+from hpcpar.algorithms.topology import MessageCost, Topology
 from hpcpar.errors import OperationError, ScheduleError
 
 EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
@@ -151,7 +151,10 @@ def test_bytes_that_do_not_divide_are_cut_as_partition_does() -> None:
 
 
 TWO_NODES = Topology(
-    ranks_per_node=4, intra=Link(1e-6, 1e-10), inter=Link(1e-5, 1e-9), gamma_s_per_byte=GAMMA_S_PER_BYTE
+    ranks_per_node=4,
+    intra=MessageCost(1e-6, 1e-10),
+    inter=MessageCost(1e-5, 1e-9),
+    gamma_s_per_byte=GAMMA_S_PER_BYTE,
 )
 
 
@@ -245,7 +248,7 @@ def test_the_double_tree_on_nodes_costs_the_closed_form_within_two_thirds() -> N
 
 
 def test_the_closed_form_prices_16384_ranks_as_it_does_few() -> None:
-    topology = Topology(8, Link(1e-6, 1e-11), Link(5e-6, 1e-9), 1e-12)
+    topology = Topology(8, MessageCost(1e-6, 1e-11), MessageCost(5e-6, 1e-9), 1e-12)
     nbytes, nodes, per_node = 2**30, 2048, 8
     found = analytic(find("allreduce", "hierarchical"), 16384, nbytes, topology)
     inside = 2 * (7 * 1e-6 + 7 / 8 * nbytes * 1e-11)
@@ -303,7 +306,7 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
         simulate(planted((Step((Send(1, (0,)),)),), ()), 2, 100, UNIFORM)
 
 
-GPUS = Topology(8, Link(1e-6, 1e-11), Link(5e-6, 4e-11), 2e-12)
+GPUS = Topology(8, MessageCost(1e-6, 1e-11), MessageCost(5e-6, 4e-11), 2e-12)
 RISING = tuple(8 * 4**power for power in range(14))
 
 

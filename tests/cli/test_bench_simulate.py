@@ -11,7 +11,7 @@ import pytest
 
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.algorithms.simulate import estimates
-from hpcpar.algorithms.topology import Link, Topology
+from hpcpar.algorithms.topology import MessageCost, Topology
 from hpcpar.cli.bench import require_writable
 from hpcpar.errors import ConfigError
 from tests.command import Output
@@ -64,7 +64,7 @@ def test_the_lines_hold_what_was_found_with_the_parameters_given(output: Output,
     header, *rows = map(json.loads, written.read_text().splitlines())
     assert header["benchmark"] == "simulate"
     assert header["inter"] == {"alpha_s": 3e-6, "beta_s_per_byte": 1e-9}
-    topology = Topology(4, Link(2e-6, 1e-10), Link(3e-6, 1e-9))
+    topology = Topology(4, MessageCost(2e-6, 1e-10), MessageCost(3e-6, 1e-9))
     expected = [one for nbytes in (1024, 4096) for one in estimates("allreduce", 24, nbytes, topology)]
     assert [(row["algorithm"], row["nbytes"], row["seconds"]) for row in rows] == [
         (one.algorithm, one.nbytes, one.seconds) for one in expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
-from hpcpar.cli.collective_picture import Arrow, Moment, moments
+from hpcpar.cli.collective_picture import ChunkArrow, Moment, moments
 
 
 def contributions(moment: Moment) -> list[list[int]]:
@@ -18,7 +18,7 @@ def test_a_ring_of_three_by_hand() -> None:
     assert contributions(first) == [[1, 1, 1], [2, 2, 2], [4, 4, 4]]
     assert contributions(second) == [[1, 5, 1], [2, 2, 3], [6, 4, 4]]
     assert [chunks[rank] for rank, chunks in enumerate(contributions(last))] == [7, 7, 7]
-    assert first.arrows[0] == Arrow((2, "data", 1), (0, "data", 1))
+    assert first.arrows[0] == ChunkArrow((2, "data", 1), (0, "data", 1))
     assert [each.name for each in (first, second, last)] == ["before step 0", "before step 1", "at the end"]
 
 
@@ -55,7 +55,7 @@ EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.v
 @pytest.mark.parametrize("algorithm", EVERY, ids=lambda each: f"{each.collective}-{each.name}")
 def test_every_message_is_an_arrow_that_starts_where_it_is_sent(algorithm: Algorithm) -> None:
     found = moments(algorithm, 4, nodes=(0, 0, 1, 1))
-    arrows: list[Arrow] = [arrow for moment in found for arrow in moment.arrows]
+    arrows: list[ChunkArrow] = [arrow for moment in found for arrow in moment.arrows]
     steps = [algorithm.generate(rank, 4, nodes=(0, 0, 1, 1)) for rank in range(4)]
     sent = [
         (rank, send.space, chunk)

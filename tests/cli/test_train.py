@@ -414,7 +414,7 @@ def test_a_recipe_trains_and_a_staged_file_goes_through_its_stages(
 
 
 def test_a_signal_in_a_stage_ends_the_job_before_the_next_one_with_status_75(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = config.read_text().replace("steps = 2", "steps = 4")
     config.write_text(text + "\n[[stage]]\nuntil = 2\n[[stage]]\ntrain.global_batch = 4\n")
@@ -422,6 +422,7 @@ def test_a_signal_in_a_stage_ends_the_job_before_the_next_one_with_status_75(
 
     def signalled(*arguments: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
+        until(lambda: "SIGUSR1" in caplog.text)  # heard by a thread of its own
         monkeypatch.setattr(trainer, "train_step", train_step)
         return train_step(*arguments, **options)
 

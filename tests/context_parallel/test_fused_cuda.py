@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.context_parallel import fused_cuda, kernel
-from hpcpar.context_parallel.block import Block
+from hpcpar.context_parallel.block import AttentionBlock
 from hpcpar.context_parallel.fused_cuda import fused_kernel
 from hpcpar.context_parallel.kernel import FOR_CUDA, PLAIN, Kernel
 from tests.context_parallel.test_context_parallel import MASKS, error, parallel, serial, tensors
@@ -40,7 +40,7 @@ def read_by_token(tensor: Tensor) -> Tensor:
 def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float) -> Any:
     require_aligned(q, k, v)
     assert dropout == 0.0
-    out, lse = PLAIN.forward(q, torch.stack((k, v)), Block(scale, causal))
+    out, lse = PLAIN.forward(q, torch.stack((k, v)), AttentionBlock(scale, causal))
     return by_token(out), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
 
@@ -50,7 +50,7 @@ def flash_backward(
     require_aligned(gradient, q, k, v, out)
     assert rest[:5] == (None, None, q.shape[2], k.shape[2], 0.0)
     lse = lse.as_strided(q.shape[:-1], (q.shape[1] * q.shape[2], q.shape[2], 1))
-    return PLAIN.backward(gradient, q, torch.stack((k, v)), (out, lse), Block(scale, rest[5]))
+    return PLAIN.backward(gradient, q, torch.stack((k, v)), (out, lse), AttentionBlock(scale, rest[5]))
 
 
 def allowed_by(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -79,7 +79,7 @@ def efficient(
     assert with_lse
     assert dropout == 0.0
     allowed = allowed_by(bias, q, k)
-    out, lse = PLAIN.forward(q, torch.stack((k, v)), Block(rest["scale"], causal, allowed))
+    out, lse = PLAIN.forward(q, torch.stack((k, v)), AttentionBlock(rest["scale"], causal, allowed))
     if allowed is not None:
         out.masked_fill_(~allowed.any(-1)[:, None], torch.nan)
     return by_token(out), torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None
@@ -102,7 +102,7 @@ def efficient_backward(
     assert lse.is_contiguous()
     assert lse.shape[-1] == -(-count // 32) * 32
     assert (lse[..., count:] == torch.inf).all()
-    block = Block(scale, rest[4], allowed_by(bias, q, k))
+    block = AttentionBlock(scale, rest[4], allowed_by(bias, q, k))
     of_inputs = PLAIN.backward(
         gradient, q, torch.stack((k, v)), (read_by_token(out), lse[..., :count]), block
     )
@@ -115,7 +115,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in (flash, flash_backward, efficient, efficient_backward):
         monkeypatch.setattr(fused_cuda, f"_{stand_in.__name__.upper()}", stand_in)
 
-    def chosen(block: Block) -> Kernel:
+    def chosen(block: AttentionBlock) -> Kernel:
         name = fused_kernel(torch.bfloat16, 16, block.allowed is not None, (8, 0))
         assert name
         return FOR_CUDA[name]
@@ -155,7 +155,7 @@ def test_heads_of_any_size_and_memory_in_any_order_are_brought_into_form(
     # Every other element, of tensors that lie by token.
     queries, gradient = (heads[..., ::2].transpose(1, 2) + number for number in (0, 1))
     keys = heads[:, :, :2, 1::2].transpose(1, 2).expand(2, -1, -1, -1, -1)
-    block = Block(0.3, causal)
+    block = AttentionBlock(0.3, causal)
     out, lse = PLAIN.forward(queries, keys, block)
     merged = out + 1, (lse + 1).transpose(0, 1).contiguous().transpose(0, 1)
     found = [*FOR_CUDA[name].forward(queries, keys, block)]
@@ -171,7 +171,9 @@ def test_heads_of_any_size_and_memory_in_any_order_are_brought_into_form(
 def test_a_row_without_keys_counts_as_nothing() -> None:
     queries, keys, values, _ = tensors(4, 2, torch.float32, length=20)
     allowed = torch.ones(20, 20, dtype=torch.bool).tril(-1)
-    out, lse = fused_cuda.efficient(queries, torch.stack((keys, values)), Block(1.0, allowed=allowed))
+    out, lse = fused_cuda.efficient(
+        queries, torch.stack((keys, values)), AttentionBlock(1.0, allowed=allowed)
+    )
     assert (out[:, :, 0] == 0).all()
     assert (lse[:, :, 0] == -torch.inf).all()
     assert torch.isfinite(out).all()
@@ -205,7 +207,7 @@ def test_the_operators_of_this_torch_take_the_arguments_and_give_the_shapes(
     queries = torch.empty(2, heads, 33, size, device="meta", dtype=torch.bfloat16)
     keys = torch.empty(2, 2, key_heads, 40, size, device="meta", dtype=torch.bfloat16)
     allowed = torch.ones(33, 40, dtype=torch.bool, device="meta") if name == "efficient" else None
-    block = Block(0.1, allowed=allowed)
+    block = AttentionBlock(0.1, allowed=allowed)
     out, lse = FOR_CUDA[name].forward(queries, keys, block)
     assert (out.shape, out.dtype) == (queries.shape, queries.dtype)
     assert (lse.shape, lse.dtype) == (queries.shape[:-1], torch.float32)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.context_parallel import ContextParallel, Mask, kernel
-from hpcpar.context_parallel.block import Block
+from hpcpar.context_parallel.block import AttentionBlock
 from hpcpar.context_parallel.kernel import PLAIN, attend, attend_backward
 from hpcpar.launch.binding import gpu_for
 
@@ -127,7 +127,7 @@ def test_a_block_of_a_fused_kernel_is_that_of_the_plain_form(
     if form != "causal":
         keys, values = keys[:, :, :45], values[:, :, :45]
     allowed = torch.ones(77, keys.shape[2], dtype=torch.bool, device="cuda").tril(-3)
-    block = Block(size**-0.5, form == "causal", allowed if form == "masked" else None)
+    block = AttentionBlock(size**-0.5, form == "causal", allowed if form == "masked" else None)
     keys_values = torch.stack((keys, values))
     out, lse = attend(queries, keys_values, block)
     plain_out, plain_lse = PLAIN.forward(queries, keys_values, block)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcpar.algorithms.topology import Link
+from hpcpar.algorithms.topology import MessageCost
 from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel.dispatch import (
     DROPPED,
@@ -104,7 +104,7 @@ def test_experts_that_do_not_divide_go_to_the_first_ranks() -> None:
 
 
 def test_messages_are_priced_by_the_busiest_rank_of_each_step() -> None:
-    within, between = Link(1.0, 0.5), Link(10.0, 2.0)
+    within, between = MessageCost(1.0, 0.5), MessageCost(10.0, 2.0)
     assert seconds(one_token(1).messages, TWO_NODES, 4, within, between) == (1 + 2) + 2 * (10 + 8)
     assert seconds(one_token(2).messages, TWO_NODES, 4, within, between) == (10 + 8) + (1 + 2)
 

@@ -18,12 +18,12 @@ from hpcpar.autograd import DeferredGradients, Recompute
 from hpcpar.comm import Communicator
 from hpcpar.errors import OperationError
 from hpcpar.expert_parallel import ExpertParallel
-from hpcpar.expert_parallel.balance import Balance
+from hpcpar.expert_parallel.expert_loads import Balance
 from hpcpar.expert_parallel.losses import balance_loss, counts_of, z_loss
 from hpcpar.expert_parallel.routing import route
 from hpcpar.models import Balancing, Experts, Layers, Llama, LlamaConfig, LlamaStages, generate
+from hpcpar.models.llama_stages import measured_costs
 from hpcpar.models.mixture import FeedForward, MixtureOfExperts
-from hpcpar.models.stages import measured_costs
 
 SMALL = LlamaConfig(
     vocab_size=23,

@@ -10,7 +10,7 @@ from hpcpar.errors import ConfigError
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.constants import constants_of, read_constants, with_constants, write_constants
 from hpcpar.planner.software import SOFTWARE
-from hpcpar.planner.validate import Judged, Row, Validation, read_rows, validate
+from hpcpar.planner.validate import Judged, MeasuredStep, Validation, read_rows, validate
 
 VTRAIN_HEADER = (
     "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
@@ -25,7 +25,7 @@ LAYOUTS = [
 ]
 
 
-def _rows(path: Path, times: list[float] | None = None) -> list[Row]:
+def _rows(path: Path, times: list[float] | None = None) -> list[MeasuredStep]:
     lines = [HEADER]
     for index, (tp, dp, pp, microbatch) in enumerate(LAYOUTS):
         ms = 1000.0 if times is None else 1000 * times[index]
@@ -64,7 +64,7 @@ def test_regret_is_of_the_layout_that_the_prediction_prefers(tmp_path: Path) -> 
     measured = [1.2, 1.0, 1.5]
     predicted = [0.9, 1.1, 2.0]
     rows = [
-        Row(2, row.model, row.cluster, row.software, row.strategy, s)
+        MeasuredStep(2, row.model, row.cluster, row.software, row.strategy, s)
         for row, s in zip(rows, measured, strict=True)
     ]
     found = Validation({}, 0, tuple(Judged(row, s, False) for row, s in zip(rows, predicted, strict=True)))

@@ -76,7 +76,7 @@ def _serve(
     dry_run: bool,
     **asked: Any,
 ) -> None:
-    from hpcpar.cli.serve import engine as vllm
+    from hpcpar.cli.serve import vllm_environment as vllm
     from hpcpar.cli.serve.served_model import last_run, served_model
     from hpcpar.cli.serve.server import free_address, serve_until_asked_to_end
 
@@ -84,7 +84,7 @@ def _serve(
     engine = vllm.find_engine(python, Path.cwd())
     if engine.on_cpu and asked["kv_cache_memory_bytes"] is None:
         asked["kv_cache_memory_bytes"] = vllm.kv_cache_space(os.environ)
-    request = vllm.Asked(**asked, others=others)
+    request = vllm.ServeOptions(**asked, others=others)
     free_address(host, port, "")
     model = served_model(run or last_run(RUNS), dtype=request.dtype)
     vllm.require_capable(engine, model, request)

@@ -15,10 +15,10 @@ require_torch()  # before the first import of keras, below
 
 from hpcpar.horovod import basics  # noqa: E402
 from hpcpar.horovod.basics import *  # noqa: E402, F403  its __all__ is the list of queries
-from hpcpar.horovod.keras import callbacks, data, elastic, functions  # noqa: E402
-from hpcpar.horovod.keras.functions import *  # noqa: E402, F403
+from hpcpar.horovod.keras import callbacks, data, elastic, value_collectives  # noqa: E402
+from hpcpar.horovod.keras.keras_optimizer import DistributedOptimizer, PartialDistributedOptimizer  # noqa: E402
 from hpcpar.horovod.keras.models import load_model  # noqa: E402
-from hpcpar.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer  # noqa: E402
+from hpcpar.horovod.keras.value_collectives import *  # noqa: E402, F403
 from hpcpar.horovod.process_sets import (  # noqa: E402
     ProcessSet,
     add_process_set,
@@ -30,7 +30,7 @@ from hpcpar.horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
 
 __all__ = [
     *basics.__all__,
-    *functions.__all__,
+    *value_collectives.__all__,
     "Adasum",
     "Average",
     "Compression",

@@ -15,7 +15,12 @@ from typing import Any
 
 import keras
 
-from hpcpar.horovod.keras.metrics import average_from_now_on, average_no_longer, average_numbers, is_averaged
+from hpcpar.horovod.keras.averaged_metrics import (
+    average_from_now_on,
+    average_no_longer,
+    average_numbers,
+    is_averaged,
+)
 from hpcpar.horovod.torch.functions import broadcast_parameters
 from hpcpar.horovod.torch.mpi_ops import rank, size
 

@@ -21,9 +21,9 @@ import keras
 import torch
 
 from hpcpar.errors import MismatchError
+from hpcpar.horovod.keras.averaged_metrics import average_from_now_on, average_no_longer, is_averaged
 from hpcpar.horovod.keras.callbacks import Logs, learning_rates
-from hpcpar.horovod.keras.data import Shard, digest
-from hpcpar.horovod.keras.metrics import average_from_now_on, average_no_longer, is_averaged
+from hpcpar.horovod.keras.data import DataShard, digest
 from hpcpar.horovod.process_sets import ProcessSet
 from hpcpar.horovod.torch.functions import allgather_object
 from hpcpar.horovod.torch.mpi_ops import Max, allreduce, rank, size
@@ -147,7 +147,7 @@ def _writers(callbacks: Any) -> list[tuple[Any, str]]:
 
 def _refuse_ignored_arguments(fit: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of `fit` that Keras ignores beside a Shard."""
-    if not isinstance(fit["x"], Shard):
+    if not isinstance(fit["x"], DataShard):
         return
     for name in ("y", "sample_weight", "class_weight", "batch_size"):
         if fit[name] is not None:

@@ -42,7 +42,7 @@ def shard(
     seed: int = 0,
     drop_last: bool = False,
     class_weight: Mapping[int, float] | None = None,
-) -> Shard:
+) -> DataShard:
     """Return this rank's rows of every batch, for `fit`, `evaluate` and `predict`. Collective over all ranks.
 
     Every rank gives the same data and takes as many steps. With a DistributedOptimizer the gradients' average
@@ -54,7 +54,7 @@ def shard(
     batch_size           samples of a step on all ranks together; 32 for arrays, else the data's own
     shuffle              another order in each epoch, equal on all ranks: of samples, or of a PyDataset's
                          batches; None: as a DataLoader's sampler says, and not for other data
-    seed                 of the order of epoch e: seed + e; `Shard.epoch` may be set where a training goes on
+    seed                 of the order of epoch e: seed + e; `DataShard.epoch` may be set to go on with one
     drop_last            leave the incomplete batch at the end out (of arrays; a DataLoader has its own)
     class_weight         weights by label, which `fit` would not apply to such data
     errors               ValueError for other samplers, and for arguments that the data does not take;
@@ -80,10 +80,10 @@ def shard(
         source = _Samples(loader, is_shuffled, seed, *ranks)
     require_same("shard", [f"{source.described}, shuffle={shuffle}, seed={seed}"])
     source.require_rows()  # after it, so that ranks of different data do not fail one by one
-    return Shard(source)
+    return DataShard(source)
 
 
-class Shard(DataAdapter):  # type: ignore[misc]
+class DataShard(DataAdapter):  # type: ignore[misc]
     """This rank's rows of every batch; `shard` makes it, and Keras reads it.
 
     epoch   number of complete passes, which the order of the next depends on
@@ -109,7 +109,7 @@ class Shard(DataAdapter):  # type: ignore[misc]
         """Unknown to Keras: the last one differs by rank."""
         return None
 
-    def get_torch_dataloader(self) -> Shard:
+    def get_torch_dataloader(self) -> DataShard:
         return self
 
     def __iter__(self) -> Iterator[Any]:

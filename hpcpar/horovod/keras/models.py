@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hpcpar.horovod.keras.optimizer import DistributedOptimizer
+from hpcpar.horovod.keras.keras_optimizer import DistributedOptimizer
 from hpcpar.horovod.torch.compression import Compression
 
 

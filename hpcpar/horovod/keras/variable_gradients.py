@@ -34,7 +34,7 @@ from hpcpar.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReductionSettings:
     """Arguments of DistributedOptimizer; `local` are ids of variables whose gradients stay on their rank."""
 
     prefix: str
@@ -56,7 +56,7 @@ class VariableGradients:
     variables   of Keras, in the order that the optimizer was built with
     """
 
-    def __init__(self, variables: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, variables: Sequence[Any], settings: ReductionSettings) -> None:
         self._settings = settings
         self._places = {id(variable): place for place, variable in enumerate(variables)}
         self._variables = list(variables)

@@ -12,7 +12,7 @@ import pytest
 
 import hpcpar.horovod.keras as hvd
 from hpcpar.errors import MismatchError
-from hpcpar.horovod.keras.metrics import is_averaged
+from hpcpar.horovod.keras.averaged_metrics import is_averaged
 from hpcpar.horovod.torch import allgather_object
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("hvd")]

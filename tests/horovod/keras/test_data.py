@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hpcpar.horovod.torch as hvd
 from hpcpar.errors import DataError, HpcparError, MismatchError
-from hpcpar.horovod.keras.data import Shard, digest, shard
+from hpcpar.horovod.keras.data import DataShard, digest, shard
 from hpcpar.horovod.keras.gradient_weight import gradient_weight
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("hvd")]
@@ -62,7 +62,7 @@ def batches() -> Iterator[Any]:
         yield X[rows], Y[rows]
 
 
-SOURCES: dict[str, Callable[[], Shard]] = {
+SOURCES: dict[str, Callable[[], DataShard]] = {
     "arrays": lambda: shard(X, Y, batch_size=BATCH),
     "tensors": lambda: shard(torch.tensor(X), torch.tensor(Y), batch_size=BATCH),
     "loader": lambda: shard(DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), batch_size=BATCH)),
@@ -74,7 +74,7 @@ SOURCES: dict[str, Callable[[], Shard]] = {
 }
 
 
-def one_pass(data: Shard) -> list[tuple[float, list[float]]]:
+def one_pass(data: DataShard) -> list[tuple[float, list[float]]]:
     """(weight, targets) of each of this rank's batches."""
     data.on_epoch_begin()
     found = []
@@ -86,7 +86,7 @@ def one_pass(data: Shard) -> list[tuple[float, list[float]]]:
     return found
 
 
-def of_all(data: Shard) -> list[list[float]]:
+def of_all(data: DataShard) -> list[list[float]]:
     """Targets of each batch of all ranks together, in rank order."""
     passes = hvd.allgather_object([targets for _, targets in one_pass(data)])
     return [[target for rank in step for target in rank] for step in zip(*passes, strict=True)]
@@ -128,7 +128,7 @@ def test_class_weights_become_sample_weights() -> None:
 
 @pytest.mark.parametrize("source", ["arrays", "loader", "dataset"])
 def test_a_shuffled_order_is_equal_on_all_ranks_and_another_in_each_epoch(source: str) -> None:
-    def make() -> Shard:
+    def make() -> DataShard:
         if source == "loader":  # its own sampler asks for it
             return shard(
                 DataLoader(TensorDataset(*map(torch.tensor, (X, Y))), batch_size=BATCH, shuffle=True)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import hpcpar.horovod.keras as hvd
-from hpcpar.horovod.keras.optimizer import Distributed
+from hpcpar.horovod.keras.keras_optimizer import Distributed
 from hpcpar.horovod.torch import allgather_object
 
 BATCH = 24

@@ -7,8 +7,8 @@ import torch
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.context_parallel import METHODS, ContextParallel, Mask, Method
-from hpcpar.context_parallel.plan import balanced
-from hpcpar.context_parallel.traffic import Heads, traffic
+from hpcpar.context_parallel.context_plan import balanced
+from hpcpar.context_parallel.context_traffic import HeadSizes, traffic
 
 MASKS = [Mask(97), Mask(97, causal=False, window=9), Mask(97, documents=(13, 30, 1, 53))]
 
@@ -18,7 +18,7 @@ MASKS = [Mask(97), Mask(97, causal=False, window=9), Mask(97, documents=(13, 30,
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_send_what_the_plan_says(method: Method, keep: bool, key_heads: int, mask: Mask) -> None:
-    size, heads = 4, Heads(8, key_heads, 16)
+    size, heads = 4, HeadSizes(8, key_heads, 16)
     inner = 4 if method == "ulysses" else 2 if "+" in method else 1
 
     def sent(comm: Communicator) -> int:
@@ -40,7 +40,7 @@ def test_all_ranks_send_what_the_plan_says(method: Method, keep: bool, key_heads
 
 def test_two_ranks_drawn_by_hand() -> None:
     """Rank 0 has tokens 0 1 6 7 and rank 1 has 2 3 4 5, of which rank 0 needs all, and rank 1 half of 0's."""
-    there, back = traffic(balanced(Mask(8), 2), "exchange", Heads(1, 1, 1))
+    there, back = traffic(balanced(Mask(8), 2), "exchange", HeadSizes(1, 1, 1))
     assert there == ((0, 2 * 2), (2 * 4, 0))
     # Both send the same again, and the gradients of what they were sent.
     assert back == ((0, 2 * 2 + 2 * 4), (2 * 4 + 2 * 2, 0))

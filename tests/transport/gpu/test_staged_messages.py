@@ -14,7 +14,7 @@ from hpcpar.errors import MismatchError
 from hpcpar.transport import loopback
 from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.gpu.queue import DeviceOctets, Queue
-from hpcpar.transport.gpu.staged import PIECE_NBYTES, SMALL_NBYTES, PinnedPool, StagedExchange, cut
+from hpcpar.transport.gpu.staged_messages import PIECE_NBYTES, SMALL_NBYTES, PinnedPool, StagedExchange, cut
 from hpcpar.transport.interface import COLLECTIVE_TAGS
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("stand_in")]

@@ -18,7 +18,7 @@ from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.explain import records, walk
 from hpcpar.planner.remedies import fewest_nodes, remedies
 from hpcpar.planner.run_file import PlannedRun, read_run
-from hpcpar.planner.search import FIXABLE, Plan, PlanRequest, search
+from hpcpar.planner.search import FIXABLE, PlanRequest, SearchResult, search
 from hpcpar.planner.software import HPCPAR
 
 RECIPES = Path(hpcpar.__file__).parent / "training" / "recipes"
@@ -217,7 +217,7 @@ def _value(key: str, text: str, word: str) -> Any:
     return int(text)
 
 
-def _as_json(found: Plan, options: PlanOptions) -> dict[str, Any]:
+def _as_json(found: SearchResult, options: PlanOptions) -> dict[str, Any]:
     request = found.request
     told = {
         "model": request.model.name,
@@ -285,7 +285,7 @@ def _scale(request: PlanRequest, options: PlanOptions) -> int:
     return 0 if all(one.ranked for one in plans) else NOTHING_FITS
 
 
-def _write(found: Plan, run: PlannedRun, options: PlanOptions) -> None:
+def _write(found: SearchResult, run: PlannedRun, options: PlanOptions) -> None:
     from hpcpar.planner.run_file import write_run
 
     assert options.directory is not None

@@ -12,21 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcpar.context_parallel.head_exchange import heads_of_ranks, heads_used
-from hpcpar.context_parallel.plan import (
+from hpcpar.context_parallel.context_plan import (
+    ContextPlan,
     Move,
-    Plan,
     exchange_moves,
     exchange_returns,
     ring_moves,
     ring_returns,
 )
+from hpcpar.context_parallel.head_exchange import heads_of_ranks, heads_used
 from hpcpar.partition import counts
 
 Sent = tuple[tuple[int, ...], ...]
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """Heads of queries, of keys and values, and the size of each."""
 
     queries: int
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
     size: int
 
 
-class Traffic(NamedTuple):
+class ContextTraffic(NamedTuple):
     """Values from each rank to each other, in forward and in backward, for one sequence."""
 
     forward: Sent
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
         return tuple(sum(there) + sum(back) for there, back in zip(*self, strict=True))
 
 
-def moves_of(plan: Plan, method: str) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+def moves_of(plan: ContextPlan, method: str) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     """Return the messages of keys, and of their gradients on the way home."""
     if method.endswith("exchange"):
         return exchange_moves(plan), exchange_returns(plan)
@@ -69,7 +69,9 @@ class Totals(NamedTuple):
 class _Values:
     """Values of one message each, of one sequence in one layer."""
 
-    def __init__(self, plan: Plan, method: str, heads: Heads, inner: int, multiple: int = 1) -> None:
+    def __init__(
+        self, plan: ContextPlan, method: str, heads: HeadSizes, inner: int, multiple: int = 1
+    ) -> None:
         of_queries, self._of_keys = heads_of_ranks(inner, heads.queries, heads.keys)
         self._of_queries, self._heads, self._inner = of_queries, heads, inner
         served = heads.queries // heads.keys
@@ -99,7 +101,9 @@ class _Values:
         return count * self._tokens[holder] * self._heads.size
 
 
-def traffic(plan: Plan, method: str, heads: Heads, *, inner: int = 1, keep: bool = False) -> Traffic:
+def traffic(
+    plan: ContextPlan, method: str, heads: HeadSizes, *, inner: int = 1, keep: bool = False
+) -> ContextTraffic:
     """Count the values that travel for a sequence's attention, forward and backward.
 
     inner   ranks that exchange heads: all of them for "ulysses"
@@ -118,10 +122,12 @@ def traffic(plan: Plan, method: str, heads: Heads, *, inner: int = 1, keep: bool
         again = 0 if keep else of.keys(of.moves, sender, receiver)
         return there + back + again + of.keys(of.returns, sender, receiver)
 
-    return Traffic(_matrix(of.size, forward), _matrix(of.size, backward))
+    return ContextTraffic(_matrix(of.size, forward), _matrix(of.size, backward))
 
 
-def totals(plan: Plan, method: str, heads: Heads, rank: int, *, inner: int = 1, multiple: int = 1) -> Totals:
+def totals(
+    plan: ContextPlan, method: str, heads: HeadSizes, rank: int, *, inner: int = 1, multiple: int = 1
+) -> Totals:
     """Count what travels on the communicators of `rank`: of heads, and of keys.
 
     multiple   each rank's tokens are a multiple of this

@@ -22,10 +22,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.random_by_place import kept_by_place
-from hpcpar.context_parallel.block import Block, Gradients, KeysValues, wide
+from hpcpar.context_parallel.block import AttentionBlock, AttentionGradients, KeysValues, wide
+from hpcpar.context_parallel.context_plan import BlockTask, ContextPlan, Spans, part_of
 from hpcpar.context_parallel.kernel import attend, attend_backward, merge
 from hpcpar.context_parallel.mask import Span
-from hpcpar.context_parallel.plan import Plan, Spans, Task, part_of
 from hpcpar.context_parallel.travel import Travel, number_in
 
 
@@ -56,7 +56,7 @@ class WeightDropout:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of attention on one rank.
 
     travel   makes what moves keys and their gradients: once for forward, once for backward
@@ -65,7 +65,7 @@ class Call:
     dropout  of the attention weights
     """
 
-    plan: Plan
+    plan: ContextPlan
     rank: int
     travel: Callable[[], Travel]
     scale: float
@@ -78,7 +78,7 @@ class Call:
         tasks, tokens = self.plan.tasks[self.rank][self.rank], Span(0, self.plan.counts[self.rank])
         return len(tasks) == 1 and tasks[0][:2] == (tokens, tokens)
 
-    def blocks(self, owner: int, queries: Tensor) -> Iterator[tuple[Task, Block]]:
+    def blocks(self, owner: int, queries: Tensor) -> Iterator[tuple[BlockTask, AttentionBlock]]:
         """Yield the tasks of this rank's queries [B, A, N, D] with an owner's keys."""
         shares, mask = self.plan.shares, self.plan.mask
         for task in self.plan.tasks[self.rank][owner]:
@@ -92,14 +92,14 @@ class Call:
                 allowed = (before < reach) & (before > (-1 if mask.causal else -reach))
             if self.dropout is not None:
                 weights = self.dropout.multipliers(queries, places, keys)
-            yield task, Block(self.scale, task.kind == "causal", allowed, weights)
+            yield task, AttentionBlock(self.scale, task.kind == "causal", allowed, weights)
 
 
 class Attention(Function):
     """Attention as one operation of autograd, whose gradients cannot be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
         sums = wide(queries.dtype)
         begins_whole = call.begins_whole
         if not begins_whole:
@@ -130,7 +130,7 @@ class Attention(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         queries, out, lse, keys, values, *kept = ctx.saved_tensors
-        call: Call = ctx.call
+        call: AttentionCall = ctx.call
         travel, own = call.travel(), (keys, values)
         of_queries: Tensor | None = None
         fetched: Iterable[tuple[int, KeysValues]]
@@ -159,7 +159,7 @@ class _Sums:
         self._inputs = queries, *keys_values
         self._sums: list[Tensor | None] = [of_queries, None, None]
 
-    def add(self, parts: Gradients, rows: slice, columns: slice) -> None:
+    def add(self, parts: AttentionGradients, rows: slice, columns: slice) -> None:
         for place, (part, tokens) in enumerate(zip(parts, (rows, columns, columns), strict=True)):
             total = self._sums[place]
             if total is None and part.shape == self._inputs[place].shape:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcpar.context_parallel.mask import Mask, Span
-from hpcpar.context_parallel.plan import (
-    Plan,
-    Task,
+from hpcpar.context_parallel.context_plan import (
+    BlockTask,
+    ContextPlan,
     balanced,
     by_area,
     dealt,
@@ -20,6 +19,7 @@ from hpcpar.context_parallel.plan import (
     ring_moves,
     ring_returns,
 )
+from hpcpar.context_parallel.mask import Mask, Span
 from hpcpar.errors import LayoutError
 
 
@@ -43,7 +43,7 @@ def masks(length: int) -> Iterator[Mask]:
 def test_every_pair_is_computed_once_of_keys_that_come_and_gradients_get_home(size: int, length: int) -> None:
     for mask in masks(length):
         for shares in (dealt(mask, size, 1), dealt(mask, size, 2), by_area(mask, size)):
-            plan = Plan(mask, shares)
+            plan = ContextPlan(mask, shares)
             prove(plan, exchange_moves(plan), exchange_returns(plan))
             prove(plan, ring_moves(plan), ring_returns(plan))
 
@@ -52,12 +52,12 @@ def test_a_causal_sequence_is_dealt_as_a_zigzag() -> None:
     plan = balanced(Mask(8), 2)
     assert plan.shares == ((Span(0, 2), Span(6, 8)), (Span(2, 6),))
     assert plan.tasks[0] == (
-        (Task(Span(0, 4), Span(0, 4), "causal"),),
-        (Task(Span(2, 4), Span(0, 4), "full"),),
+        (BlockTask(Span(0, 4), Span(0, 4), "causal"),),
+        (BlockTask(Span(2, 4), Span(0, 4), "full"),),
     )
     assert plan.tasks[1] == (
-        (Task(Span(0, 4), Span(0, 2), "full"),),
-        (Task(Span(0, 4), Span(0, 4), "causal"),),
+        (BlockTask(Span(0, 4), Span(0, 2), "full"),),
+        (BlockTask(Span(0, 4), Span(0, 4), "causal"),),
     )
 
 
@@ -80,7 +80,7 @@ def test_work_is_balanced_by_pairs_and_tokens(size: int) -> None:
         assert max(plan.areas) <= 1.05 * sum(plan.areas) / size
         assert max(plan.counts) <= 1.05 * 960 / size
     packed = balanced(Mask(8192, documents=documents(8192, 500)), size)
-    contiguous = Plan(packed.mask, dealt(packed.mask, size, 1))
+    contiguous = ContextPlan(packed.mask, dealt(packed.mask, size, 1))
     assert max(packed.areas) <= max(contiguous.areas)
     assert max(packed.areas) <= 1.15 * sum(packed.areas) / size
 
@@ -109,9 +109,9 @@ def test_the_proof_finds_what_is_wrong() -> None:
     plan = balanced(Mask(16), 2)
     moves, returns = exchange_moves(plan), exchange_returns(plan)
     with pytest.raises(LayoutError, match="are not all of 16 tokens"):
-        prove(Plan(plan.mask, ((Span(0, 8),), ())), (), ())
+        prove(ContextPlan(plan.mask, ((Span(0, 8),), ())), (), ())
     with pytest.raises(LayoutError, match="positions must ascend"):
-        prove(Plan(plan.mask, ((Span(12, 16), Span(0, 4)), (Span(4, 12),))), moves, returns)
+        prove(ContextPlan(plan.mask, ((Span(12, 16), Span(0, 4)), (Span(4, 12),))), moves, returns)
     with pytest.raises(LayoutError, match="needs keys"):
         prove(plan, moves[1:], returns)
     with pytest.raises(LayoutError, match="has them already"):
@@ -120,7 +120,7 @@ def test_the_proof_finds_what_is_wrong() -> None:
         prove(plan, (replaced(moves[0], tokens=(Span(0, 99),)), *moves[1:]), returns)
     with pytest.raises(LayoutError, match="stop at rank"):
         prove(plan, moves, returns[:1])
-    ours = Plan(plan.mask, plan.shares)
+    ours = ContextPlan(plan.mask, plan.shares)
     wrong = ((ours.tasks[0][0], ()), ours.tasks[1])
     object.__setattr__(ours, "__dict__", {**vars(ours), "tasks": wrong})
     with pytest.raises(LayoutError, match="the query at 12 sees keys"):

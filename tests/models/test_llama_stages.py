@@ -15,7 +15,7 @@ from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages, Part, parallel_layers
-from hpcpar.models.stages import measured_costs
+from hpcpar.models.llama_stages import measured_costs
 from hpcpar.pipeline_parallel.balance import StageSplit, balanced, by_hand
 from hpcpar.pipeline_schedules.stage_placement import v_shape
 from hpcpar.tensor_parallel import RandomStreams, TensorParallel

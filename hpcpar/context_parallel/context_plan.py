@@ -36,7 +36,7 @@ SMALLEST_BAND = 128
 """Fewest queries of a task that are cut off because others see other keys."""
 
 
-class Task(NamedTuple):
+class BlockTask(NamedTuple):
     """Attention of some queries to some keys of one owner, by the numbers of tokens on their ranks.
 
     kind   full: every pair; causal: query i sees the first i + 1 keys; band: what the mask says of positions
@@ -66,7 +66,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ContextPlan:
     """Tokens of each rank, and from them the tasks and messages.
 
     shares   each rank's positions: ascending spans, which together are the sequence
@@ -85,7 +85,7 @@ class Plan:
         return tuple(sum(span.length for span in share) for share in self.shares)
 
     @cached_property
-    def tasks(self) -> tuple[tuple[tuple[Task, ...], ...], ...]:
+    def tasks(self) -> tuple[tuple[tuple[BlockTask, ...], ...], ...]:
         """tasks[rank][owner] of all ranks."""
         return tuple(tuple(tasks_of(self.mask, own, keys) for keys in self.shares) for own in self.shares)
 
@@ -99,28 +99,28 @@ class Plan:
         return tuple(self.mask.area(share) for share in self.shares)
 
 
-def tasks_of(mask: Mask, queries: Spans, keys: Spans) -> tuple[Task, ...]:
+def tasks_of(mask: Mask, queries: Spans, keys: Spans) -> tuple[BlockTask, ...]:
     """Return the tasks between queries at some positions and keys at others; at most one for each query.
 
     Queries that see the same keys share a task, and so do the queries and keys of a whole causal square.
     """
     of_keys = _by_document(mask, keys)
-    tasks: list[Task] = []
+    tasks: list[BlockTask] = []
     for document, (first, own) in _by_document(mask, queries).items():
         if document not in of_keys:
             continue
         offset, theirs = of_keys[document]
         count = sum(part.length for part in own)
         if mask.causal and own == theirs and (mask.window is None or mask.window >= document.length):
-            tasks.append(Task(Span(first, first + count), Span(offset, offset + count), "causal"))
+            tasks.append(BlockTask(Span(first, first + count), Span(offset, offset + count), "causal"))
         else:
             tasks += _rectangles(mask, first, own, offset, theirs)
     return tuple(tasks)
 
 
-def _rectangles(mask: Mask, first: int, own: Spans, offset: int, theirs: Spans) -> Iterator[Task]:
+def _rectangles(mask: Mask, first: int, own: Spans, offset: int, theirs: Spans) -> Iterator[BlockTask]:
     """Yield the tasks of one document's queries and keys, whose first ones have the numbers given."""
-    last: Task | None = None
+    last: BlockTask | None = None
     for part in own:
         cuts = {part.start, part.stop}
         if mask.window is not None or theirs == own:
@@ -132,10 +132,10 @@ def _rectangles(mask: Mask, first: int, own: Spans, offset: int, theirs: Spans) 
             keys = Span(offset + low.start, offset + high.stop)
             if not keys.length:
                 continue
-            task = Task(queries, keys, "full" if low == high else "band")
+            task = BlockTask(queries, keys, "full" if low == high else "band")
             same = last and task.kind == last.kind == "full" and task.keys == last.keys
             if last and same and last.queries.stop == task.queries.start:
-                last = Task(Span(last.queries.start, task.queries.stop), keys, "full")
+                last = BlockTask(Span(last.queries.start, task.queries.stop), keys, "full")
                 continue
             if last:
                 yield last
@@ -205,7 +205,7 @@ def by_area(mask: Mask, size: int, multiple: int = 1) -> tuple[Spans, ...]:
     )
 
 
-def balanced(mask: Mask, size: int, *, multiple: int = 1, even: bool = False) -> Plan:
+def balanced(mask: Mask, size: int, *, multiple: int = 1, even: bool = False) -> ContextPlan:
     """Choose the split in which the fewest keys travel, of those that are about as balanced as the best.
 
     Work is counted in pairs of the mask, since documents and windows of one length cost different amounts;
@@ -223,7 +223,7 @@ def balanced(mask: Mask, size: int, *, multiple: int = 1, even: bool = False) ->
             f"{below + multiple}"
         )
     shares = [dealt(mask, size, chunks, multiple) for chunks in (1, 2, 4, 8)]
-    plans = [Plan(mask, share) for share in dict.fromkeys([*shares, by_area(mask, size, multiple)])]
+    plans = [ContextPlan(mask, share) for share in dict.fromkeys([*shares, by_area(mask, size, multiple)])]
     if even:
         plans = [plan for plan in plans if plan.counts == plans[0].counts]
     uneven = [max(_unevenness(plan.areas), _unevenness(plan.counts)) for plan in plans]
@@ -231,7 +231,7 @@ def balanced(mask: Mask, size: int, *, multiple: int = 1, even: bool = False) ->
     return min(near, key=_traffic)
 
 
-def _traffic(plan: Plan) -> int:
+def _traffic(plan: ContextPlan) -> int:
     return sum(move.length for move in exchange_moves(plan))
 
 
@@ -257,7 +257,7 @@ def part_of(spans: Spans, numbers: Span) -> Spans:
 # --- what travels ---------------------------------------------------------------------------------
 
 
-def exchange_moves(plan: Plan) -> tuple[Move, ...]:
+def exchange_moves(plan: ContextPlan) -> tuple[Move, ...]:
     """Send each rank exactly the keys that it needs, from their owner. Gradients go back the same way."""
     return tuple(
         Move(0, owner, rank, owner, needed)
@@ -267,14 +267,14 @@ def exchange_moves(plan: Plan) -> tuple[Move, ...]:
     )
 
 
-def exchange_returns(plan: Plan) -> tuple[Move, ...]:
+def exchange_returns(plan: ContextPlan) -> tuple[Move, ...]:
     """Send the gradients of keys home from each rank that had them."""
     return tuple(
         Move(0, move.receiver, move.sender, move.owner, move.tokens) for move in exchange_moves(plan)
     )
 
 
-def ring_moves(plan: Plan) -> tuple[Move, ...]:
+def ring_moves(plan: ContextPlan) -> tuple[Move, ...]:
     """Pass every rank's keys around the ring: in step s rank r sends those of rank r - s to rank r + 1.
 
     source   Liu et al. 2023, Ring Attention, arXiv 2310.01889
@@ -287,7 +287,7 @@ def ring_moves(plan: Plan) -> tuple[Move, ...]:
     )
 
 
-def ring_returns(plan: Plan) -> tuple[Move, ...]:
+def ring_returns(plan: ContextPlan) -> tuple[Move, ...]:
     """Pass the gradients on behind their keys, each rank adding its own, and home in the last step.
 
     The owner adds its own share at home, so the first sender is its neighbour: size - 1 messages, not size.
@@ -300,14 +300,14 @@ def ring_returns(plan: Plan) -> tuple[Move, ...]:
     )
 
 
-def _whole(plan: Plan, owner: int) -> Spans:
+def _whole(plan: ContextPlan, owner: int) -> Spans:
     return _joined([Span(0, plan.counts[owner])])
 
 
 # --- proof ----------------------------------------------------------------------------------------
 
 
-def prove(plan: Plan, moves: Sequence[Move], returns: Sequence[Move]) -> None:
+def prove(plan: ContextPlan, moves: Sequence[Move], returns: Sequence[Move]) -> None:
     """Prove that every pair of the mask is computed once, of keys that are there, and gradients get home.
 
     errors   LayoutError that names the first rank and query, or message, that is wrong
@@ -319,7 +319,7 @@ def prove(plan: Plan, moves: Sequence[Move], returns: Sequence[Move]) -> None:
     _prove_gradients_go_home(plan, moves, returns)
 
 
-def _prove_shares(plan: Plan) -> None:
+def _prove_shares(plan: ContextPlan) -> None:
     held = sorted(span for share in plan.shares for span in share)
     if offsets([span.length for span in held])[:-1] != tuple(span.start for span in held):
         raise LayoutError(f"the ranks' spans {plan.shares} are not the sequence 0:{plan.mask.length}")
@@ -330,7 +330,7 @@ def _prove_shares(plan: Plan) -> None:
             raise LayoutError(f"rank {rank} holds {share}: positions must ascend")
 
 
-def _prove_pairs(plan: Plan, rank: int) -> None:
+def _prove_pairs(plan: ContextPlan, rank: int) -> None:
     """Check query by query that the keys of all tasks are those of the mask, each once."""
     of_query: list[list[Span]] = [[] for _ in range(plan.counts[rank])]
     positions = positions_of(plan.shares[rank])
@@ -351,7 +351,7 @@ def _prove_pairs(plan: Plan, rank: int) -> None:
             )
 
 
-def _prove_keys_come(plan: Plan, moves: Sequence[Move]) -> None:
+def _prove_keys_come(plan: ContextPlan, moves: Sequence[Move]) -> None:
     """Check that senders have what they send, and that every rank gets the keys of its tasks."""
     held = {(rank, rank): (-1, _whole(plan, rank)) for rank in range(plan.size)}
     for move in sorted(moves):
@@ -368,7 +368,7 @@ def _prove_keys_come(plan: Plan, moves: Sequence[Move]) -> None:
                 raise LayoutError(f"rank {rank} needs keys {needed} of rank {owner}, and gets {tokens}")
 
 
-def _prove_gradients_go_home(plan: Plan, moves: Sequence[Move], returns: Sequence[Move]) -> None:
+def _prove_gradients_go_home(plan: ContextPlan, moves: Sequence[Move], returns: Sequence[Move]) -> None:
     """Follow each contribution: every rank that had an owner's keys must reach the owner, and only once."""
     onward = {(move.sender, move.owner): move for move in returns}
     if len(onward) != len(returns):

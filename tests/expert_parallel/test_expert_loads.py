@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hpcpar.expert_parallel.balance import Balance, updated_bias
+from hpcpar.expert_parallel.expert_loads import Balance, updated_bias
 from hpcpar.expert_parallel.losses import counts_of
 from hpcpar.expert_parallel.routing import route
 from hpcpar.planner.experts import Experts

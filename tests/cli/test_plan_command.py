@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcpar.cli import main
-from hpcpar.cli.plan import RECIPES
+from hpcpar.cli.plan_command import RECIPES
 from hpcpar.pipeline_parallel.balance import by_hand
 from hpcpar.planner.cluster import MACHINES, Cluster
 from hpcpar.planner.estimate import estimate
@@ -317,7 +317,7 @@ import sys
 for name in ("torch", "numpy", "mpi4py", "pydantic", "matplotlib"):
     sys.modules[name] = None
 from hpcpar.cli import main
-from hpcpar.cli.plan import RECIPES
+from hpcpar.cli.plan_command import RECIPES
 main(["plan", "llama3-405b", "--machine", "h100-dgx", "--nodes", "2048", "--batch", "2048", "--explain"])
 """
 

@@ -19,7 +19,7 @@ import keras
 
 from hpcpar.horovod import basics
 from hpcpar.horovod.keras.checks import check_fit, warn_of_save
-from hpcpar.horovod.keras.variable_gradients import Settings, VariableGradients
+from hpcpar.horovod.keras.variable_gradients import ReductionSettings, VariableGradients
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
 from hpcpar.horovod.torch.compression import Compression
 from hpcpar.horovod.torch.mpi_ops import Average, Sum
@@ -96,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     basics.the_context()
-    settings = Settings(
+    settings = ReductionSettings(
         prefix=f"{name}." if name else "",
         compression=compression,
         sparse_as_dense=sparse_as_dense,
@@ -137,7 +137,7 @@ def PartialDistributedOptimizer(  # noqa: N802  the name that scripts use
     return _wrap(optimizer, replace(wrapped.distribution, local=local)) if local else wrapped
 
 
-def _wrap(optimizer: Any, settings: Settings) -> Any:
+def _wrap(optimizer: Any, settings: ReductionSettings) -> Any:
     """Make an object with the optimizer's attributes, of a class with our methods before its own."""
     base = type(optimizer)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "distribution": settings}
@@ -155,7 +155,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]
     distribution   of the class, so that from_config makes an optimizer that is distributed alike
     """
 
-    distribution: Settings
+    distribution: ReductionSettings
     _variable_gradients: VariableGradients | None = None
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -62,7 +62,7 @@ def attention_s(device: Device, flops: float, precision: str) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupShape:
     """Ranks of one communicator as the links see them.
 
     size     ranks
@@ -76,7 +76,7 @@ class Group:
     beta_s_per_byte: float
 
     @classmethod
-    def of(cls, cluster: Cluster, size: int, stride: int) -> Group:
+    def of(cls, cluster: Cluster, size: int, stride: int) -> GroupShape:
         """Return the group of `size` ranks, `stride` apart, of ranks that fill node after node."""
         per_node = cluster.devices_per_node
         inside = max(1, min(size, per_node // stride)) if stride <= per_node else 1
@@ -91,7 +91,7 @@ class Group:
         return -(-self.size // self.inside)
 
 
-def allreduce_s(group: Group, nbytes: float) -> float:
+def allreduce_s(group: GroupShape, nbytes: float) -> float:
     """Return the seconds of an all-reduce of `nbytes`."""
     if group.size <= 1 or not nbytes:
         return 0.0
@@ -99,11 +99,11 @@ def allreduce_s(group: Group, nbytes: float) -> float:
     return 2 * (group.size - 1) / group.size * nbytes * group.beta_s_per_byte + steps * group.link.alpha_s
 
 
-def half_allreduce_s(group: Group, nbytes: float) -> float:
+def half_allreduce_s(group: GroupShape, nbytes: float) -> float:
     """Return the seconds of a reduce-scatter, an all-gather or an all-to-all; `nbytes` of the whole array."""
     return allreduce_s(group, nbytes) / 2
 
 
-def send_s(group: Group, nbytes: float) -> float:
+def send_s(group: GroupShape, nbytes: float) -> float:
     """Return the seconds of one message."""
     return group.link.alpha_s + nbytes * group.beta_s_per_byte

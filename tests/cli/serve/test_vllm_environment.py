@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from hpcpar.cli.serve import engine as vllm
-from hpcpar.cli.serve.engine import Asked, Engine
+from hpcpar.cli.serve import vllm_environment as vllm
 from hpcpar.cli.serve.served_model import ServedModel
 from hpcpar.cli.serve.server import Address
+from hpcpar.cli.serve.vllm_environment import ServeOptions, VllmEnvironment
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.units import GiB, MiB
 from tests.vllm_stand_in import stand_in
 
-CPU = Engine(Path("python"), "0.32.0", on_cpu=True)
-GPU = Engine(Path("python"), "0.32.0", on_cpu=False)
+CPU = VllmEnvironment(Path("python"), "0.32.0", on_cpu=True)
+GPU = VllmEnvironment(Path("python"), "0.32.0", on_cpu=False)
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "dtype": "float32",
@@ -35,14 +35,14 @@ def model(tmp_path: Path, **others: Any) -> ServedModel:
     return ServedModel(tmp_path, "tiny", "a model", SIZES | others)
 
 
-def asked(tp: int = 1, pp: int = 1, *others: str, **named: Any) -> Asked:
+def asked(tp: int = 1, pp: int = 1, *others: str, **named: Any) -> ServeOptions:
     known = {"dtype": None, "max_model_len": None, "kv_cache_memory_bytes": None} | named
-    return Asked(tp, pp, others=others, **known)
+    return ServeOptions(tp, pp, others=others, **known)
 
 
 def test_an_environment_is_looked_into_without_importing_its_packages(tmp_path: Path) -> None:
     python = stand_in(tmp_path)
-    assert vllm.find_engine(python, tmp_path) == Engine(python, "0.32.0", on_cpu=True)
+    assert vllm.find_engine(python, tmp_path) == VllmEnvironment(python, "0.32.0", on_cpu=True)
     assert not vllm.find_engine(stand_in(tmp_path, "vllm 0.31.0"), tmp_path).on_cpu
     assert vllm.find_engine(stand_in(tmp_path, "vllm 0.31.0+cpu"), tmp_path).on_cpu
 
@@ -199,6 +199,6 @@ def test_what_is_set_stays_and_an_environment_of_its_own_has_no_pythonpath() -> 
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "3",
     }
-    ours = Engine(Path(sys.executable), "0.32.0", on_cpu=False)
+    ours = VllmEnvironment(Path(sys.executable), "0.32.0", on_cpu=False)
     assert vllm.variables(ours, asked(), {"PYTHONPATH": "/ours"})["PYTHONPATH"] == "/ours"
     assert set(vllm.variables(CPU, asked(), {})["VLLM_CPU_OMP_THREADS_BIND"]) <= set("0123456789,-")
