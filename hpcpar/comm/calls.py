@@ -19,7 +19,8 @@ from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.comm import agree
 from hpcpar.comm.collectives import COLLECTIVES, MESSAGES, ROOTED
 from hpcpar.comm.compiled import CompiledCollective, Handle, Turn
-from hpcpar.comm.compiling import compile_collective, compile_message
+from hpcpar.comm.compiling import compile_collective
+from hpcpar.comm.compiling_messages import compile_message
 from hpcpar.comm.devices import Devices
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import Signature

@@ -194,7 +194,6 @@ class CompiledCollective:
         described: str = "",
         by: str = "",
         traffic: tuple[int, int, int] = (0, 0, 0),
-        result: Result | None = None,
     ) -> None:
         self.collective = collective
         self.comm = comm
@@ -205,7 +204,7 @@ class CompiledCollective:
         self.called: str | None = None
         self.by = by
         self.tally: Tally = row.open(*traffic)
-        self.result = result
+        self.result: Result | None = None
         self.count_write: Callable[[Any], None] | None = None
         self.executor: ExecutorStep = StepSequence()
         self.memory: object = None

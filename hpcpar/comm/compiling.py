@@ -10,38 +10,34 @@ import numpy as np
 
 from hpcpar import partition
 from hpcpar.algorithms.registry import Algorithm
-from hpcpar.algorithms.step import Space
-from hpcpar.comm.arguments import Arguments, Kept, copy_to, view
+from hpcpar.comm.arguments import Arguments, Kept, copy_to
 from hpcpar.comm.blocks import Action
 from hpcpar.comm.compiled import CompiledCollective, ExecutorStep, StepSequence, Turn
 from hpcpar.comm.device_steps import device_steps
 from hpcpar.comm.devices import lead_caller
 from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import PERSISTENT_NBYTES, TURNS, MessageProgram, MessageStep, Signature
-from hpcpar.comm.executors.peer_message import PeerMessage
 from hpcpar.comm.executors.shared_binding import NodeLayout, Schedules, bind_steps, is_short
 from hpcpar.comm.executors.shared_call import SharedCall
 from hpcpar.comm.plan import (
     NOT_COUNTED,
-    Message,
     Offsets,
     Plan,
     PlannedStep,
-    counted,
     plan,
     reading_input,
     received_elsewhere,
     writes_all,
 )
 from hpcpar.comm.reductions import finishing
-from hpcpar.comm.request import Request, is_used_in_place, rank_of
+from hpcpar.comm.request import Request
 from hpcpar.comm.select import NATIVE, segments_for
 from hpcpar.comm.shm_segment import ShmSegment
 from hpcpar.comm.spaces import Spaces, copying, itemsize_of
 from hpcpar.errors import MismatchError
-from hpcpar.transport.buffers import HostBuffer, write_counter
+from hpcpar.transport.buffers import HostBuffer
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
-from hpcpar.transport.interface import CALL_TAGS, COLLECTIVE_TAGS, NativeCall
+from hpcpar.transport.interface import CALL_TAGS, NativeCall
 from hpcpar.units import KiB, MiB
 
 if TYPE_CHECKING:
@@ -65,59 +61,6 @@ NOTHING = HostBuffer(np.empty(0, dtype=np.uint8), "uint8", 1)
 """Data of a barrier."""
 
 
-def compile_message(calls: Calls, request: Request, array: Any) -> CompiledCollective:
-    """Compile one point-to-point message. From the second time on it uses a persistent request."""
-    receives = request.collective == "recv"
-    whom = "the sender" if receives else "the receiver"
-    binding = view(calls, array, writable=receives)
-    host = binding.host
-    peer = rank_of(request.peer, calls.size, whom, calls.name)
-    tag = COLLECTIVE_TAGS + calls.user_tag(request.tag)
-    what = f"recv from rank {peer}" if receives else f"send to rank {peer}"
-    calls.require_usable(what)
-    space: Space = "output" if receives else "input"
-    message = Message(peer, ((space, 0, host.count),), host.count)
-    step = PlannedStep((), () if receives else (message,), (message,) if receives else ())
-    planned, spaces = counted((step,)), {space: host}
-    compiled = _new(calls, request, what, "", planned, spaces)
-    compiled.collective, compiled.is_message = what, True
-    if receives:
-        compiled.count_write = write_counter(array)
-    else:
-        compiled.result = lambda buffer, out: None
-    last = [binding.write_back] if receives and binding.write_back is not None else []
-    if isinstance(host, DeviceBuffer):
-        compiled.receive = (peer, tag) if receives else None
-        arguments = Arguments()
-        if receives:
-            arguments.last = [partial(_require_length, compiled, host.octets.size), *last]
-        _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
-        return compiled
-    turn = refuse = None
-    if receives:
-        turn = calls.receives.setdefault((peer, tag), Turn())
-        refuse = partial(_refuse, calls, compiled, peer, f"{host.dtype}[{host.count}]")
-    side = PeerMessage(calls.transport, peer, tag, host, turn=turn, refuse=refuse, last=last)
-    compiled.executor, compiled.nbytes = side, side.nbytes
-    compiled.receive = (peer, tag) if receives and not side.is_short else None
-    compiled.is_cached = request.input is not None and is_used_in_place(array)
-    return compiled
-
-
-def _refuse(
-    calls: Calls, compiled: CompiledCollective, peer: int, expected: str, found: str
-) -> MismatchError:
-    """Tell all ranks that a message is not the one that this rank receives; the error for this rank."""
-    sender, own = calls.transport.world_ranks[peer], calls.transport.world_ranks[calls.rank]
-    text = (
-        f"rank {own} expected {expected} in {compiled.name}, but rank {sender} sent {found}: sender and "
-        f"receiver must name the same type and number of elements"
-    )
-    if sender != own:
-        calls.runtime.watch.refuse(calls.transport.world_ranks, calls.comm_id, text)
-    return MismatchError(text)
-
-
 def _require_counts(calls: Calls, compiled: CompiledCollective, expected: int, found: int) -> None:
     """Refuse a step of an uneven all-to-all that brought fewer bytes, and tell all ranks."""
     if found != expected:
@@ -127,16 +70,6 @@ def _require_counts(calls: Calls, compiled: CompiledCollective, expected: int, f
         )
         calls.runtime.watch.note_mismatch(calls.comm_id, compiled.number, text)
         raise MismatchError(text)
-
-
-def _require_length(compiled: CompiledCollective, expected_nbytes: int) -> None:
-    """Refuse a message that brought more or fewer bytes."""
-    found = compiled.executor.received_nbytes()
-    if found != expected_nbytes:
-        raise MismatchError(
-            f"{compiled.name} expected {expected_nbytes} bytes, but {found} came; "
-            f"sender and receiver must name the same number of bytes"
-        )
 
 
 def compile_collective(
@@ -181,7 +114,7 @@ def compile_collective(
     copy_nbytes = 0
     if kept is not None:
         planned, spaces, copy_nbytes = _apart(calls, arguments, kept, planned, spaces)
-    compiled = _new(calls, request, described, algorithm.name, planned, spaces)
+    compiled = new_compiled(calls, request, described, algorithm.name, planned, spaces)
     compiled.result = arguments.result
     compiled.nbytes = copy_nbytes
     arguments.last = [*arguments.last, *_divided(calls, arguments), *arguments.at_end]
@@ -228,7 +161,7 @@ def _can_read_input(calls: Calls, algorithm: Algorithm, root: int, segments: int
     )
 
 
-def _new(
+def new_compiled(
     calls: Calls, request: Request, described: str, by: str, planned: Plan, spaces: Spaces
 ) -> CompiledCollective:
     itemsize = itemsize_of(spaces)
@@ -262,13 +195,14 @@ def _bind_steps(
     op, nbytes = arguments.op, whole.octets.size
     # All ranks have the same words; messages of calls with other words do not meet.
     digest = crc32(f"{compiled.described} by {algorithm.name}".encode())
-    fresh_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
+    first_tag = digest % (FRESH_TAGS // CALLS_TOLD_APART) * CALLS_TOLD_APART
+    tags = range(first_tag, first_tag + CALLS_TOLD_APART)
     scratch = calls.runtime.scratch
     require = None if arguments.same_everywhere else partial(_require_counts, calls, compiled)
-    fresh = partial(MessageStep, tags=CALLS_TOLD_APART, require=require)
+    fresh = partial(MessageStep, require=require)
     if isinstance(whole, DeviceBuffer):
-        tag = fresh_tag + calls.count[0] % CALLS_TOLD_APART
-        _bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
+        tag = tags[calls.count[0] % CALLS_TOLD_APART]
+        bind_device_steps(calls, compiled, arguments, planned, spaces, tag)
         return
     layout = _layout(calls, arguments, algorithm, segments, cut, whole)
     call = None if layout is None else _shared_call(calls, compiled, arguments, layout, spaces, nbytes)
@@ -277,7 +211,7 @@ def _bind_steps(
         for step in planned.steps:
             beyond = _beyond(step, call.segment)
             if beyond is not None:
-                elsewhere[step.index] = fresh(calls.transport, beyond, spaces, op, fresh_tag, scratch)
+                elsewhere[step.index] = fresh(calls.transport, beyond, spaces, op, tags, scratch)
         if (
             "input" not in spaces
             and arguments.lent is not None
@@ -299,11 +233,11 @@ def _bind_steps(
         compiled.executor = StepSequence((), arguments.first, arguments.last, program)
         compiled.nbytes += program.nbytes
     else:
-        steps = [fresh(calls.transport, step, spaces, op, fresh_tag, scratch) for step in planned.steps]
+        steps = [fresh(calls.transport, step, spaces, op, tags, scratch) for step in planned.steps]
         compiled.executor = StepSequence(steps, arguments.first, arguments.last)
 
 
-def _bind_device_steps(
+def bind_device_steps(
     calls: Calls,
     compiled: CompiledCollective,
     arguments: Arguments,
@@ -401,7 +335,7 @@ def _by_mpi(calls: Calls, request: Request, arguments: Arguments, described: str
         calls.runtime.watch, calls.transport.world_ranks, calls.comm_id, calls.count[0]
     )
     step = native.native_step(calls.transport, participants, asked, spaces, arguments.offsets)
-    compiled = _new(calls, request, described, NATIVE, NOT_COUNTED, spaces)
+    compiled = new_compiled(calls, request, described, NATIVE, NOT_COUNTED, spaces)
     compiled.result = arguments.result
     last = [*last, *_divided(calls, arguments), *arguments.at_end]
     compiled.executor = StepSequence([native.PostedStep(step)], first, last)

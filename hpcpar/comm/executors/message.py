@@ -47,7 +47,7 @@ POSTING, WAITING, REDUCING, DONE = range(4)
 class MessageStep:
     """One step of a schedule as messages.
 
-    tag, tags   the call's number chooses one of so many tags
+    tags        of which the call's number chooses one
     require     called with the bytes that are expected and those that have come, where ranks may expect
                 different lengths; raises an error
     landing     memory for messages that do not land in place. With it requests and views are made once and
@@ -63,10 +63,9 @@ class MessageStep:
         planned: PlannedStep,
         spaces: Spaces,
         op: str,
-        tag: int,
+        tags: range,
         scratch: ScratchPool,
         *,
-        tags: int = 1,
         require: Callable[[int, int], None] | None = None,
         landing: Octets | None = None,
     ) -> None:
@@ -74,8 +73,8 @@ class MessageStep:
         self._planned = planned
         self._spaces = spaces
         self._op = op
-        self._tag = self._first_tag = tag
         self._tags = tags
+        self._tag = tags[0]
         self._require = require
         self._scratch = scratch
         self._landing = landing
@@ -92,7 +91,7 @@ class MessageStep:
         self._is_bound = False
         if landing is not None:
             self._bind()
-            self._exchange = transport.prepare(*self._messages, tag, persistent=True)
+            self._exchange = transport.prepare(*self._messages, self._tag, persistent=True)
 
     def begin(self, number: int) -> None:
         self._state = POSTING
@@ -102,7 +101,7 @@ class MessageStep:
             self._exchange.rewind()
         else:
             self._exchange = None
-            self._tag = self._first_tag + number % self._tags
+            self._tag = self._tags[number % len(self._tags)]
 
     def advance(self, looks: int) -> bool:
         state = self._state
@@ -213,7 +212,7 @@ class Signature:
     __slots__ = ("tags", "turns")
 
     def __init__(self, first_tag: int, turns: Sequence[Turn | None]) -> None:
-        self.tags = tuple(range(first_tag, first_tag + len(turns)))
+        self.tags = range(first_tag, first_tag + len(turns))
         self.turns = turns
 
 
@@ -256,7 +255,9 @@ class MessageProgram:
         transport, steps, spaces, op, scratch = self._make
         landing = None if found is None else np.empty(self._nbytes, dtype=np.uint8)
         made = [
-            MessageStep(transport, step, spaces, op, self.signature.tags[at], scratch, landing=landing)
+            MessageStep(
+                transport, step, spaces, op, self.signature.tags[at : at + 1], scratch, landing=landing
+            )
             for step in steps
         ]
         self._bound[at] = made, landing is not None
