@@ -42,6 +42,7 @@ def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegmen
     pids = _pids_to_read(comm, here)
     segment = None
     if mapped is not None:
+        mapped.populate(0, mapped.nbytes)
         world_ranks = [comm.world_ranks[rank] for rank in here]
         segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm), world_ranks)
         segment.start_slots()
@@ -70,6 +71,7 @@ def allocate(comm: Communicator, segment: ShmSegment | None, shape: int | Sequen
     if mapped is None:
         return from_octets(None, shape, dtype)
     begin = sum(size for size, _ in here[: segment.rank])
+    mapped.populate(begin, begin + nbytes)
     own = mapped.part(begin, begin + nbytes)
     segment.add(mapped, own)
     return from_octets(own, shape, dtype)
@@ -97,6 +99,7 @@ def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) 
             f"rank {comm.rank}: {nbytes} bytes that all {comm.size} ranks of {comm.name} have in common are "
             f"not to be had; the warning before says why. Do without (shared_parameters=False)"
         )
+    segment.populate(0, nbytes)
     return from_octets(segment.part(0, nbytes), shape, dtype)
 
 

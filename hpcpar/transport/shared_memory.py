@@ -29,6 +29,9 @@ PREFIX = "hpcpar-"
 STALE_S = 3600.0
 """A file that has kept its name for so long will lose it no more: all have mapped it within seconds."""
 
+MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14 and later: map pages now, to be written to."""
+
 ORDERED = ("x86_64", "AMD64", "i686")
 """Processors on which other cores see stores in the order in which they were made.
 
@@ -46,6 +49,7 @@ class Segment:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
         self._bytes = memoryview(mapping)
         self.octets: Octets = self.part(0, len(self._bytes))
         self.words = memoryview(mapping).cast("Q")
@@ -54,6 +58,16 @@ class Segment:
     @property
     def nbytes(self) -> int:
         return self.octets.size
+
+    def populate(self, start: int, stop: int) -> None:
+        """Map these bytes now, which are about to be used: else each page is a fault at its first use.
+
+        The others are mapped when they are: a process need not map all that the ranks of a node share. Where
+        this is not to be had, as in an older Linux, it is the same with all of them.
+        """
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError, AttributeError):
+            self._mapping.madvise(MADV_POPULATE_WRITE, begin, stop - begin)
 
     def part(self, start: int, stop: int) -> Octets:
         """Bytes of it as an array of their own, which lives as long as anything that is made of it."""
@@ -130,5 +144,4 @@ def remove(path: str) -> None:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Segment:
-    populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults later
-    return Segment(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | populate))
+    return Segment(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from hpcpar.errors import SharedMemoryError
 from hpcpar.transport import shared_memory
 from hpcpar.transport.shared_memory import PREFIX, attach, create, hindrance, keeps_order, remove
+from hpcpar.units import MiB
 
 
 @pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
@@ -30,6 +32,25 @@ def test_new_memory_is_whole_pages_of_zeros(nbytes, tmp_path):
 def test_its_pages_are_reserved_before_anybody_touches_them(tmp_path):
     path, _ = create(10 * mmap.PAGESIZE, tmp_path)
     assert os.stat(path).st_blocks * 512 >= 10 * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(hindrance() is not None, reason="a memory file system is needed")
+def test_a_process_maps_only_what_it_is_about_to_use():
+    path, segment = create(32 * MiB)
+    remove(path)
+    before = _mapped_nbytes()
+    segment.populate(8 * MiB + 64, 16 * MiB)
+    populated = _mapped_nbytes() - before
+    if not populated:
+        pytest.skip("Linux 5.14 or later is needed")
+    assert 8 * MiB <= populated < 9 * MiB
+    assert not segment.octets.any()  # reads it all
+    assert _mapped_nbytes() - before >= 32 * MiB
+
+
+def _mapped_nbytes() -> int:
+    status = Path("/proc/self/status").read_text("ascii")
+    return 1024 * int(re.search(r"^RssShmem:\s+(\d+) kB$", status, re.MULTILINE)[1])
 
 
 def test_what_is_written_through_one_mapping_is_seen_through_the_other(tmp_path):
