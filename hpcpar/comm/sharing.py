@@ -42,7 +42,6 @@ def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegmen
     pids = _pids_to_read(comm, here)
     segment = None
     if mapped is not None:
-        mapped.populate(0, mapped.nbytes)
         world_ranks = [comm.world_ranks[rank] for rank in here]
         segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm), world_ranks)
         segment.start_slots()
@@ -62,16 +61,17 @@ def allocate(comm: Communicator, segment: ShmSegment | None, shape: int | Sequen
     told = comm.unchecked("shared memory").allgather_object(mine)
     if all(unused is None for _, unused in told):
         return from_octets(None, shape, dtype)
-    here = [told[rank] for rank in ranks_here(comm)]
-    mapped, _ = _map_together(comm, max(LINE_NBYTES, sum(size for size, _ in here)))
+    numbers = ranks_here(comm)
+    here = [told[rank] for rank in numbers]
+    begin = sum(size for size, _ in here[: numbers.index(comm.rank)])
+    whole = sum(size for size, _ in here)
+    mapped, _ = _map_together(comm, max(LINE_NBYTES, whole), (begin, begin + nbytes))
     if segment is None:
         return from_octets(None, shape, dtype)
     for number in set.intersection(*(unused or set() for _, unused in here)):
         segment.drop(number)
     if mapped is None:
         return from_octets(None, shape, dtype)
-    begin = sum(size for size, _ in here[: segment.rank])
-    mapped.populate(begin, begin + nbytes)
     own = mapped.part(begin, begin + nbytes)
     segment.add(mapped, own)
     return from_octets(own, shape, dtype)
@@ -99,7 +99,6 @@ def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) 
             f"rank {comm.rank}: {nbytes} bytes that all {comm.size} ranks of {comm.name} have in common are "
             f"not to be had; the warning before says why. Do without (shared_parameters=False)"
         )
-    segment.populate(0, nbytes)
     return from_octets(segment.part(0, nbytes), shape, dtype)
 
 
@@ -142,9 +141,12 @@ def ranks_here(comm: Communicator) -> list[int]:
     return [rank for rank, node in enumerate(comm.nodes) if node == comm.nodes[comm.rank]]
 
 
-def _map_together(comm: Communicator, nbytes: int) -> tuple[Segment | None, bool]:
+def _map_together(
+    comm: Communicator, nbytes: int, own: tuple[int, int] | None = None
+) -> tuple[Segment | None, bool]:
     """The first rank of each node makes the memory, its others map it, and the name goes. Collective.
 
+    own       (start, stop) of the bytes that this rank writes to; None: all
     returns   None for a rank that is alone on its node; and whether all went well. If it did not on one
               node, it did on none, and there has been a warning
     """
@@ -153,14 +155,14 @@ def _map_together(comm: Communicator, nbytes: int) -> tuple[Segment | None, bool
     path, segment, problem = "", None, shared_memory.hindrance() if len(here) > 1 else None
     if comm.rank == here[0] and len(here) > 1 and problem is None:
         try:
-            path, segment = shared_memory.create(nbytes)
+            path, segment = shared_memory.create(nbytes, own=own)
         except SharedMemoryError as error:
             problem = str(error)
     made = quiet.allgather_object(path)[here[0]]
     try:
         if comm.rank > here[0] and problem is None and made:
             try:
-                segment = shared_memory.attach(made)
+                segment = shared_memory.attach(made, own)
             except SharedMemoryError as error:
                 problem = str(error)
         told = quiet.allgather_object((problem, _warned))

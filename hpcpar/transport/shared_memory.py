@@ -1,10 +1,10 @@
 """Memory that the processes of one node share: a file of the memory file system, mapped by each of them.
 
 The file loses its name as soon as all have mapped it, so nothing is left behind by a job that is killed
-(and what is, in that moment, is removed by a later one);
-its pages are reserved when it is made, so that a file system that is too small says so at once. A
-shared window of MPI offers neither: it is a file with a name while the job runs, and what does not fit is
-a bus error at the first touch.
+(and what is, in that moment, is removed by a later one). Each process reserves the pages that it writes to:
+they lie in the memory of its own processor, and a file system that is too small says so at once. A shared
+window of MPI offers neither: it is a file with a name while the job runs, and what does not fit is a bus
+error at the first touch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Segment:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._mapping = mapping
         self._bytes = memoryview(mapping)
         self.octets: Octets = self.part(0, len(self._bytes))
         self.words = memoryview(mapping).cast("Q")
@@ -58,16 +57,6 @@ class Segment:
     @property
     def nbytes(self) -> int:
         return self.octets.size
-
-    def populate(self, start: int, stop: int) -> None:
-        """Map these bytes now, which are about to be used: else each page is a fault at its first use.
-
-        The others are mapped when they are: a process need not map all that the ranks of a node share. Where
-        this is not to be had, as in an older Linux, it is the same with all of them.
-        """
-        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError, AttributeError):
-            self._mapping.madvise(MADV_POPULATE_WRITE, begin, stop - begin)
 
     def part(self, start: int, stop: int) -> Octets:
         """Bytes of it as an array of their own, which lives as long as anything that is made of it."""
@@ -87,9 +76,13 @@ def hindrance(directory: Path | None = None) -> str | None:
     return None
 
 
-def create(nbytes: int, directory: Path | None = None) -> tuple[str, Segment]:
-    """A new file of zeros, all its pages reserved, and its mapping.
+def create(
+    nbytes: int, directory: Path | None = None, own: tuple[int, int] | None = None
+) -> tuple[str, Segment]:
+    """A new file of zeros, and its mapping.
 
+    own      (start, stop) of the bytes that this process writes to: they are reserved, and mapped for it. All
+             others are mapped as they are used. None: it writes to all
     errors   SharedMemoryError where there is no room for it
     """
     directory = directory or DIRECTORY
@@ -99,16 +92,14 @@ def create(nbytes: int, directory: Path | None = None) -> tuple[str, Segment]:
     try:
         descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
         try:
-            os.posix_fallocate(descriptor, 0, rounded)
-            return path, _mapped(descriptor, rounded)
+            os.ftruncate(descriptor, rounded)
+            return path, _mapped(descriptor, rounded, own)
         finally:
             os.close(descriptor)
     except OSError as error:
         if path:
             remove(path)
-        raise SharedMemoryError(
-            f"{format_nbytes(nbytes)} of shared memory in {directory} are not to be had: {error.strerror}"
-        ) from error
+        raise _no_room(nbytes, directory, error) from error
 
 
 def sweep(directory: Path) -> None:
@@ -120,22 +111,26 @@ def sweep(directory: Path) -> None:
                 path.unlink()
 
 
-def attach(path: str) -> Segment:
+def attach(path: str, own: tuple[int, int] | None = None) -> Segment:
     """Map a file that another process of this node has made.
 
-    errors   SharedMemoryError where there is no such file
+    own      as of `create`
+    errors   SharedMemoryError where there is no such file, or no room for the own bytes
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
-        try:
-            return _mapped(descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise SharedMemoryError(
             f"{path}, which another rank of this node has made, cannot be opened: {error.strerror}; "
             f"do the ranks run in containers that have each a {DIRECTORY} of their own?"
         ) from error
+    nbytes = os.fstat(descriptor).st_size
+    try:
+        return _mapped(descriptor, nbytes, own)
+    except OSError as error:
+        raise _no_room(nbytes, Path(path).parent, error) from error
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: str) -> None:
@@ -143,5 +138,18 @@ def remove(path: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def _mapped(descriptor: int, nbytes: int) -> Segment:
-    return Segment(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))
+def _no_room(nbytes: int, directory: Path, error: OSError) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"{format_nbytes(nbytes)} of shared memory in {directory} are not to be had: {error.strerror}"
+    )
+
+
+def _mapped(descriptor: int, nbytes: int, own: tuple[int, int] | None) -> Segment:
+    start, stop = own or (0, nbytes)
+    mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    if start < stop:
+        os.posix_fallocate(descriptor, start, stop - start)
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # an older Linux, which maps all pages as they are used
+            mapping.madvise(MADV_POPULATE_WRITE, begin, stop - begin)
+    return Segment(mapping)

@@ -139,8 +139,8 @@ def no_place(monkeypatch, directory):
 
 
 def other_containers(monkeypatch, directory):
-    def gone(path):
-        return shared_memory_attach(path + "-of-another-container")
+    def gone(path, own):
+        return shared_memory_attach(path + "-of-another-container", own)
 
     shared_memory_attach = shared_memory.attach
     monkeypatch.setattr(shared_memory, "attach", gone)

@@ -29,18 +29,20 @@ def test_new_memory_is_whole_pages_of_zeros(nbytes, tmp_path):
     assert os.path.basename(path).startswith(PREFIX)
 
 
-def test_its_pages_are_reserved_before_anybody_touches_them(tmp_path):
-    path, _ = create(10 * mmap.PAGESIZE, tmp_path)
-    assert os.stat(path).st_blocks * 512 >= 10 * mmap.PAGESIZE
+def test_each_process_reserves_the_pages_that_it_writes_to_before_anybody_touches_them(tmp_path):
+    half = 16 * mmap.PAGESIZE
+    path, _ = create(2 * half, tmp_path, own=(0, half))
+    assert half <= os.stat(path).st_blocks * 512 < 2 * half
+    attach(path, own=(half, 2 * half))
+    assert os.stat(path).st_blocks * 512 >= 2 * half
 
 
 @pytest.mark.skipif(hindrance() is not None, reason="a memory file system is needed")
 def test_a_process_maps_only_what_it_is_about_to_use():
-    path, segment = create(32 * MiB)
-    remove(path)
     before = _mapped_nbytes()
-    segment.populate(8 * MiB + 64, 16 * MiB)
+    path, segment = create(32 * MiB, own=(8 * MiB + 64, 16 * MiB))
     populated = _mapped_nbytes() - before
+    remove(path)
     if not populated:
         pytest.skip("Linux 5.14 or later is needed")
     assert 8 * MiB <= populated < 9 * MiB
@@ -95,6 +97,17 @@ def test_where_there_is_no_room_the_error_says_how_much_was_asked_for_and_nothin
     with pytest.raises(SharedMemoryError, match=rf"3\.0 MiB of shared memory in {tmp_path}.*No space left"):
         create(3 * 2**20, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_there_may_be_no_room_for_the_part_of_another_process(tmp_path, monkeypatch):
+    def full(descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path, _ = create(3 * MiB, tmp_path, own=(0, MiB))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match=rf"3\.0 MiB of shared memory in {tmp_path}.*No space left"):
+        attach(path, own=(MiB, 2 * MiB))
+    attach(path, own=(0, 0))  # writes to nothing
 
 
 def test_a_file_system_that_is_too_small_says_so_before_the_memory_is_used(tmp_path):
