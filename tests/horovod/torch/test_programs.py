@@ -74,6 +74,7 @@ def test_a_random_program_computes_what_one_process_does(kind: str, number: int)
 
 @pytest.mark.mpi
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("hvd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_random_programs_compute_what_one_process_does(kind: str) -> None:
