@@ -167,7 +167,8 @@ plan-check: $(DEV_STAMP)
 	for ranks in 2 4; do \
 	    $(BIN)/hpcpar run -n $$ranks -- -m hpcpar bench collectives --collective all --factor 16 --max-bytes 16M --json $(PLAN_CHECK)/lines-$$ranks.jsonl && \
 	    $(BIN)/hpcpar bench fit $(PLAN_CHECK)/lines-$$ranks.jsonl --machine $(PLAN_CHECK)/machine-$$ranks.toml && \
-	    HPCPAR_MACHINE=$(PLAN_CHECK)/machine-$$ranks.toml $(BIN)/hpcpar run -n $$ranks benchmarks/plan_check.py run $(PLAN_CHECK)/runs.jsonl || exit 1; \
+	    HPCPAR_MACHINE=$(PLAN_CHECK)/machine-$$ranks.toml $(BIN)/hpcpar run -n $$ranks benchmarks/plan_check.py run $(PLAN_CHECK)/runs.jsonl && \
+	    MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 $(BIN)/hpcpar run -n $$ranks benchmarks/plan_check.py grow $(PLAN_CHECK)/runs.jsonl || exit 1; \
 	done
 	$(BIN)/python benchmarks/plan_check.py report $(PLAN_CHECK)/runs.jsonl
 

@@ -8,6 +8,7 @@ import gc
 import json
 import platform
 import random
+import re
 import socket
 import statistics
 import sys
@@ -191,3 +192,26 @@ def give_freed_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def reset_peak() -> bool:
+    """Start the kernel's count of peak resident memory anew (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def proportional_nbytes() -> int:
+    """Return shared memory divided by its users, without pages of files (other jobs map libraries, too)."""
+    return kernel_nbytes("smaps_rollup", "Pss_Anon") + kernel_nbytes("smaps_rollup", "Pss_Shmem")
+
+
+def kernel_nbytes(file: str, field: str) -> int:
+    """Return a figure that Linux tells of this process; 0 where it does not."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self", file).read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0

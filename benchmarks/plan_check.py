@@ -2,11 +2,15 @@
 
     make plan-check
 
-describes this machine, trains each layout for some steps on 2 and on 4 ranks, and reports:
+describes this machine, trains each layout for some steps on 2 and on 4 ranks, and once more with a larger
+model for how far processes grow, and reports:
 
     bytes         sent beyond theory
     state         weights, gradients, optimizer state of the fullest rank: largest error
     activations   largest error
+    growth        of a process's peak memory, with pages that ranks share divided among them: largest error.
+                  Predicted: state, activations, working memory. The C library gives memory back at once here
+                  (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_), else its free lists would count, too.
     step          median error, and the rank correlation of predicted and measured (Spearman) within a size
 """
 
@@ -19,12 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common import give_freed_memory_back, kernel_nbytes, proportional_nbytes, reset_peak
+
 import hpcpar
 from hpcpar.planner.approaches import EXPERTS
 from hpcpar.planner.memory import STATE
-from hpcpar.planner.stage_memory import ACTIVATIONS
+from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING
 from hpcpar.training.comparison import configured, measure
-from hpcpar.units import format_duration
+from hpcpar.units import format_duration, format_nbytes
 
 SIZES = {
     "small": ("model.preset=tiny", "train.sequence=128", "train.global_batch=16", "train.microbatch=4"),
@@ -39,6 +45,11 @@ SIZES = {
         *("model.ffn_size=768", "train.sequence=256", "train.global_batch=8", "train.microbatch=2"),
     ),
 }
+GROWN = (
+    *SIZES["large"],
+    *("model.hidden_size=512", "model.layers=8", "model.ffn_size=1536"),
+)
+"""What processes grow by, 150 to 600 MiB, is mostly the model's."""
 SEQUENCE_PARALLEL = "tensor_parallel.sequence_parallel=true"
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
@@ -87,9 +98,33 @@ def run(file: Path, steps: int) -> None:
                 )
 
 
+def grow(file: Path) -> None:
+    """Measure how far processes grow in the layouts of this many ranks; add a line for each to the file."""
+    world = hpcpar.init(sets_threads=True)
+    with configured("", "plan-check", SIZES["small"], world) as config:
+        measure("", config, world, steps=1)  # what every process takes once
+    for layout in LAYOUTS[world.size]:
+        with configured("", "plan-check", (*GROWN, *layout), world) as config:
+            give_freed_memory_back()
+            world.barrier()
+            before = proportional_nbytes()
+            reset_peak()
+            found = measure(" ".join(layout), config, world, steps=1)
+            world.barrier()
+            others_share = kernel_nbytes("status", "RssShmem") - kernel_nbytes("smaps_rollup", "Pss_Shmem")
+            peak = kernel_nbytes("status", "VmHWM") - kernel_nbytes("status", "RssFile") - others_share
+            growth = max(world.allgather_object(peak - before))
+        line = {"ranks": world.size, "size": "grown", "growth": growth, **found.as_record()}
+        if world.rank == 0:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+
 def report(file: Path) -> None:
     """Print all layouts and the errors."""
-    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    found = [one for one in lines if "growth" not in one]
+    _report_growth([one for one in lines if "growth" in one])
     errors: dict[str, list[float]] = {}
     for one in found:
         for line in one["prediction"]["figures"]:
@@ -130,6 +165,23 @@ def report(file: Path) -> None:
                 )
 
 
+def _report_growth(found: Sequence[dict[str, Any]]) -> None:
+    errors = []
+    for one in found:
+        parts = [_figure(one, what)["predicted"] for what in (*STATE, ACTIVATIONS, WORKING)]
+        errors.append(sum(parts) / one["growth"] - 1)
+        print(
+            f"{one['ranks']} {one['size']:5} {one['name'][:70]:70} grows {format_nbytes(sum(parts)):>9} "
+            f"({format_nbytes(one['growth'])}) {errors[-1]:+.1%}"
+        )
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.05 for size in sizes)
+    print(
+        f"growth of a process: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}; "
+        f"{within} of {len(sizes)} layouts within 5 %\n"
+    )
+
+
 def _ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [float(ordered.index(value)) for value in values]
@@ -147,12 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("action", choices=["run", "grow", "report"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     if arguments.action == "run":
         run(arguments.file, arguments.steps)
+    elif arguments.action == "grow":
+        grow(arguments.file)
     else:
         report(arguments.file)
 

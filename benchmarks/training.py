@@ -64,7 +64,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import sys
 import time
@@ -72,12 +71,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from activation_memory import activation_nbytes
-from common import add_options, at_least, give_freed_memory_back, give_up, header, in_turn
+from common import (
+    add_options,
+    at_least,
+    give_freed_memory_back,
+    give_up,
+    header,
+    in_turn,
+    kernel_nbytes,
+    proportional_nbytes,
+    reset_peak,
+)
 from context_parallel_peers import CONTEXT_PARALLEL
 from expert_parallel_peers import EXPERT_PARALLEL
 from tensor_parallel_peers import TENSOR_PARALLEL
@@ -338,29 +346,6 @@ def held_nbytes(world: Communicator) -> tuple[int, int]:
 def largest(of_ranks: Sequence[int | None]) -> int | None:
     known = [nbytes for nbytes in of_ranks if nbytes is not None]
     return max(known) if len(known) == len(of_ranks) else None
-
-
-def reset_peak() -> bool:
-    """Start the kernel's count of peak resident memory anew (Linux)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def proportional_nbytes() -> int:
-    """Return shared memory divided by its users, without pages of files (other jobs map libraries, too)."""
-    return kernel_nbytes("smaps_rollup", "Pss_Anon") + kernel_nbytes("smaps_rollup", "Pss_Shmem")
-
-
-def kernel_nbytes(file: str, field: str) -> int:
-    """Return a figure that Linux tells of this process; 0 where it does not."""
-    try:
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self", file).read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def take_turn(peer: Peer, task: Task, steps: int, *, forward_only: bool) -> Turn | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcpar.planner.cluster import Device
+from hpcpar.units import MiB
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Software:
         return self.launches_s(device, self.call_kernels * calls * device.ranks_per_core)
 
 
-HPCPAR = Software("hpcpar", call_kernels=13, step_kernels=900)
+HPCPAR = Software("hpcpar", call_kernels=13, step_kernels=900, workspace_nbytes=18 * MiB)
 
 SOFTWARE = {
     each.name: each

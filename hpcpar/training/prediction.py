@@ -35,7 +35,7 @@ from hpcpar.planner.memory import STATE
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.software import HPCPAR
-from hpcpar.planner.stage_memory import ACTIVATIONS
+from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING
 from hpcpar.planner.stages import chunks_alive, stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 from hpcpar.training.batches import microbatches_of
@@ -233,6 +233,7 @@ def predict(
     lines = [PredictedLine(what, "bytes", purposes.get(what), worst.state[what].nbytes) for what in STATE]
     kept = None if found is None else _activations(found, sizes, layout.coordinates(worst.rank).pp)
     lines.append(PredictedLine(ACTIVATIONS, "bytes", kept, worst.peak_activations_nbytes))
+    lines.append(PredictedLine(WORKING, "bytes", purposes.get(WORKING), None))
     lines.append(_bytes_sent(traffic))
     lines.append(PredictedLine("step", "seconds", found.step_s if found and is_timed else None, step_s))
     return Prediction(
