@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ NOTHING_FITS = 1
 """Exit status where no layout fits."""
 
 ALIASES = {"zero": "zero_stage"}
-WORDS = ("schedule", "recompute", "cp_method", "offload")
+WORDS = ("schedule", "recompute", "cp_method", "optimizer", "offload", "reshard")
 NUMBER = click.IntRange(min=1)
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -102,6 +103,7 @@ def plan(model: str | None, **given: Any) -> int:
     a model. Runs on a login node: nothing is allocated, no MPI is started.
     """
     options = PlanOptions(**given)
+    _require_used(options)
     try:
         if options.output is not None:
             from hpcpar.cli.bench import require_writable
@@ -122,6 +124,33 @@ def plan(model: str | None, **given: Any) -> int:
         raise click.ClickException(str(error)) from error
 
 
+UNUSED = {
+    "validate": ("output", "directory", "explain", "compare", "at", "fewest"),
+    "at": ("directory", "explain", "compare", "fewest"),
+    "compare": ("output", "directory", "explain", "rejected"),
+    "as_json": ("explain",),
+}
+"""Options that have no effect beside another."""
+
+FLAGS = {"directory": "--write", "fewest": "--fewest-nodes", "as_json": "--json"}
+"""Of options whose names differ."""
+
+
+def _require_used(options: PlanOptions) -> None:
+    """Raise UsageError for an option without effect."""
+    for given, others in UNUSED.items():
+        for other in others:
+            if getattr(options, given) and getattr(options, other):
+                one, two = (FLAGS.get(name, f"--{name}") for name in (given, other))
+                raise click.UsageError(f"{two} has no effect beside {one}; leave one out")
+    if options.validate is None and (options.software or options.save_constants):
+        raise click.UsageError("--software and --save-constants go with --validate; leave them out")
+    if options.tokens is not None and not math.isfinite(options.tokens):
+        raise click.UsageError(f"--tokens {options.tokens}: give a number of tokens, as in 15e12")
+    if options.take > 1 and options.directory is None:
+        raise click.UsageError(f"--take {options.take} goes with --write, which says where to; leave it out")
+
+
 def _plan(run: PlannedRun, options: PlanOptions) -> int:
     from hpcpar.cli import plan_tables as tables
 
@@ -140,13 +169,14 @@ def _plan(run: PlannedRun, options: PlanOptions) -> int:
     found = search(request, top=max(options.top, options.take))
     if options.as_json:
         click.echo(json.dumps(_as_json(found, options), indent=1))
-        return 0 if found.ranked else NOTHING_FITS
-    tables.show_plan(found, tokens=options.tokens, top=options.top)
-    tables.show_rejected(found, every=options.rejected)
-    if options.explain:
-        tables.show_walk(walk(request, found))
+    else:
+        tables.show_plan(found, tokens=options.tokens, top=options.top)
+        tables.show_rejected(found, every=options.rejected)
+        if options.explain:
+            tables.show_walk(walk(request, found))
+        if not found.ranked:
+            tables.show_remedies(found, list(remedies(request)))
     if not found.ranked:
-        tables.show_remedies(list(remedies(request)))
         return NOTHING_FITS
     if options.output is not None:
         from hpcpar.cli.plan_picture import draw_plan
@@ -201,6 +231,8 @@ def fixed_by(words: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
             raise ConfigError(
                 f"--fix {word}: give KEY=VALUE, as in tp=8 or zero=0,1; keys are {', '.join(FIXABLE)}"
             )
+        if key in fixed:
+            raise ConfigError(f"--fix {word}: {key} is given twice; put its values in one, as in tp=4,8")
         fixed[key] = tuple(_value(key, one.strip(), word) for one in text.split(","))
     return fixed
 
@@ -212,7 +244,7 @@ def _value(key: str, text: str, word: str) -> Any:
         if text not in ("true", "false"):
             raise ConfigError(f"--fix {word}: give true or false")
         return text == "true"
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"--fix {word}: {text!r} is no whole number")
     return int(text)
 
@@ -271,7 +303,7 @@ def _scale(request: PlanRequest, options: PlanOptions) -> int:
 
     assert options.at is not None
     words = [word.strip() for word in options.at.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
+    if not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError(f"--at {options.at}: give numbers of nodes, as in 16,32,64")
     plans = [search(replace(request, cluster=request.cluster.with_nodes(int(word))), top=1) for word in words]
     if options.as_json:
@@ -292,7 +324,7 @@ def _write(found: SearchResult, run: PlannedRun, options: PlanOptions) -> None:
     if options.take > len(found.ranked):
         raise ConfigError(f"--take {options.take}, but {len(found.ranked)} layouts fit; take one of these")
     for path in write_run(found.ranked[options.take - 1], run, options.directory, tokens=options.tokens):
-        click.echo(f"written: {path}")
+        click.echo(f"written: {path}", err=options.as_json)
 
 
 def _validate(options: PlanOptions) -> int:

@@ -146,10 +146,21 @@ def show_walk(walk: Walk) -> None:
     click.echo(f"  {walk.departure()}")
 
 
-def show_remedies(remedies: Sequence[Remedy]) -> None:
-    """Print the changes with which a layout fits."""
+def show_remedies(found: SearchResult, remedies: Sequence[Remedy]) -> None:
+    """Print the changes with which a layout fits, or why no single one would do."""
+    request = found.request
+    if not found.layouts:
+        fixed = ", ".join(f"{key}={','.join(map(str, values))}" for key, values in request.fixed.items())
+        dense = "; a dense model has no ep" if request.model.experts is None and "ep" in request.fixed else ""
+        click.echo(
+            f"\nno layout of {request.cluster.size} devices has {fixed}: degrees multiply to that{dense}"
+        )
     if not remedies:
-        click.echo("\nno single change would make one fit; take a smaller model or devices with more memory")
+        lacks_memory = any(one.over_nbytes for one in found.rejected)
+        advice = (
+            "take a smaller model or devices with more memory" if lacks_memory else "see the reasons above"
+        )
+        click.echo(f"\nno single change would make one fit; {advice}")
         return
     click.echo("\nthe smallest change with which one fits:")
     click.echo(f"  {remedies[0].text}")

@@ -78,10 +78,11 @@ class GroupShape:
     @classmethod
     def of(cls, cluster: Cluster, size: int, stride: int) -> GroupShape:
         """Return the group of `size` ranks, `stride` apart, of ranks that fill node after node."""
-        per_node = cluster.devices_per_node
-        inside = max(1, min(size, per_node // stride)) if stride <= per_node else 1
-        if size <= 1 or size * stride <= per_node:
+        per_node, span = cluster.devices_per_node, size * stride
+        if size <= 1 or (cluster.nodes == 1 and span <= per_node) or per_node % span == 0:
             return cls(size, max(size, 1), cluster.node, cluster.node.beta_s_per_byte)
+        # Groups whose span does not divide a node lie in several: the least members of one in one node.
+        inside = max(1, math.gcd(span, per_node) // stride)
         fabric = cluster.fabric.beta_s_per_byte / inside
         return cls(size, inside, cluster.fabric, max(fabric, cluster.node.beta_s_per_byte))
 

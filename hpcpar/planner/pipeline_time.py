@@ -8,6 +8,12 @@ forms, which tests compare with the simulation. With T_r = Σ F + B + W of rank 
     … with F + B - W instead of F + B + W         zb-h1, automatic
     … with F                                      zb-h2: F of the first microbatch, as steps end together
     … with F of a chunk                           zb-v, dualpipe-v
+
+With few microbatches the first one's way through all stages, and a stage's time for each of the others, take
+longer; on average over stages:
+
+    Σ F + B + W of all stages · (1 + (m - 1) / stages)      GPipe, 1F1B, interleaved
+    Σ F + B of all stages · (1 + (m - 1) / p) + the last W  where W need not wait for anybody
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from functools import lru_cache
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.schedule_registry import make
+from hpcpar.planner.rules import SPLIT_BACKWARD
 from hpcpar.planner.stages import stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 
@@ -73,6 +80,10 @@ def closed_span_s(
     hops = 2 * (strategy.stages - 1) * hop_s
     if strategy.schedule == "naive":
         return m * (sum(times) + hops)
+    if strategy.schedule in SPLIT_BACKWARD:
+        fill = (sum(forward) + sum(backward)) * (1 + (m - 1) / p) + weight[0]
+    else:
+        fill = (sum(forward) + sum(backward) + sum(weight)) * (1 + (m - 1) / strategy.stages)
     idle = {
         "zb-h1": lambda: total(1, 1, -1),
         "automatic": lambda: total(1, 1, -1),
@@ -80,4 +91,4 @@ def closed_span_s(
         "zb-v": lambda: total(1, 0, 0) / 2,
         "dualpipe-v": lambda: total(1, 0, 0) / 2,
     }.get(strategy.schedule, lambda: total(1, 1, 1) / v)()
-    return m * times[slowest] + max(0.0, idle) + hops
+    return max(m * times[slowest] + max(0.0, idle), fill) + hops

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpcpar.planner.memory import model_state_nbytes
-from hpcpar.planner.search import PlanRequest, fits_somewhere
+from hpcpar.planner.search import PlanRequest, divisors, fits_somewhere
 from hpcpar.planner.stage_memory import state_widths
 
 MOST_NODES = 65_536
@@ -38,16 +39,22 @@ def fewest_nodes(request: PlanRequest, *, most: int = MOST_NODES) -> int | None:
     if set(request.fixed.get("offload", ())) - {None}:
         widths = replace(widths, optimizer=0)
     state = sum(model_state_nbytes(request.model.parameters(), widths, stage=0, ranks=1).values())
-    nodes, upper = max(1, -(-state // device)), None
-    tried = nodes
-    while tried <= most:
-        if fits_somewhere(_on(request, tried)):
-            upper = tried
-            break
-        nodes, tried = tried + 1, max(tried + 1, tried * 2)
-    if upper is None:
-        return None
-    return next(number for number in range(nodes, upper + 1) if fits_somewhere(_on(request, number)))
+    least = max(1, -(-state // device))
+    # More nodes need not do where fewer do, as degrees must divide their devices, and dp the batch. So:
+    # powers of two, times what the fixed degrees need and the batch allows, until one does; then all below.
+    degrees = math.prod(
+        min(values) for key, values in request.fixed.items() if key in ("tp", "pp", "cp", "dp")
+    )
+    needed = math.lcm(degrees, request.cluster.devices_per_node) // request.cluster.devices_per_node
+    odd = [each for each in divisors(request.global_batch) if each % 2]
+    likely = {
+        times * each << power for times in (1, needed) for each in odd for power in range(most.bit_length())
+    }
+    for upper in sorted(number for number in likely if least <= number <= most):
+        if fits_somewhere(_on(request, upper)):
+            below = (number for number in range(least, upper) if fits_somewhere(_on(request, number)))
+            return next(below, upper)
+    return None
 
 
 def remedies(request: PlanRequest) -> Iterator[Remedy]:
@@ -59,7 +66,7 @@ def remedies(request: PlanRequest) -> Iterator[Remedy]:
         freed = {other: kept for other, kept in request.fixed.items() if other != key}
         changed = replace(request, fixed=freed)
         if fits_somewhere(changed):
-            asked = ",".join(map(str, values))
+            asked = ",".join(str(each).lower() for each in values)
             yield Remedy(f"leave out --fix {key}={asked}", changed)
     if (
         "offload" not in request.fixed

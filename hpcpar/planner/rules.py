@@ -79,11 +79,11 @@ def _axes_refusal(
         return Refusal(
             "ffn", f"experts.shared_ffn_size={experts.shared_ffn_size} does not divide among tp={tp} ranks"
         )
-    if tp > cluster.devices_per_node and not across_nodes:
+    if cluster.nodes > 1 and cluster.devices_per_node % tp and not across_nodes:
         return Refusal(
             "node boundary",
-            f"tp={tp} crosses the node boundary: a node of {cluster.name} has {cluster.devices_per_node} "
-            "devices, and each layer would wait for the network; --fix tp=… asks for it",
+            f"tp={tp} crosses the node boundary: it does not divide the {cluster.devices_per_node} devices "
+            f"of a node of {cluster.name}, and each layer would wait for the network; --fix tp=… asks for it",
         )
     return None
 

@@ -34,7 +34,7 @@ from hpcpar.planner.software import HPCPAR, Software
 from hpcpar.planner.stage_memory import OwnParameters, StageMemory, memory_of_stages, state_nbytes
 from hpcpar.planner.step_bounds import StepBounds
 from hpcpar.planner.step_time import PassesTime, step_time
-from hpcpar.planner.strategy import CONTEXT_METHODS, Strategy, ZeroStage
+from hpcpar.planner.strategy import CONTEXT_METHODS, ContextMethod, Strategy, ZeroStage
 from hpcpar.units import GiB
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -118,7 +118,7 @@ class PlanRequest:
         return tuple(self.fixed.get(key, (default,)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A layout that cannot be, with the reason.
 
@@ -235,7 +235,7 @@ def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
             f"microbatch={asked} does not divide the {request.global_batch // layout.dp} sequences of each "
             f"of dp={layout.dp} ranks",
         )
-    if True in request.fixed.get("sequence_parallel", ()) and True not in _sequence_parallel(request, layout):
+    if not _sequence_parallel(request, layout):
         return Rejected(
             layout,
             "sequence",
@@ -244,6 +244,13 @@ def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
         )
     if not any(True for _ in _pipelines(request, layout)):
         return Rejected(layout, "schedule", "no schedule that is allowed has a layer for each of its stages")
+    if not _context_methods(request, layout):
+        return Rejected(
+            layout,
+            "heads",
+            f"cp_method=ulysses: the {request.model.heads // layout.tp} heads of each of tp={layout.tp} ranks "
+            f"do not divide among cp={layout.cp} ranks",
+        )
     return None
 
 
@@ -284,11 +291,11 @@ def _pipelines(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, int 
         return
     most = request.model.layers // layout.pp
     for schedule in request.fixed.get("schedule", SCHEDULES):
-        if schedule == "interleaved":
-            allowed = request.fixed.get("stages_per_rank", STAGES_PER_RANK)
-            yield from ((schedule, n) for n in allowed if 1 < n <= most)
-        elif (2 if schedule in ("zb-v", "dualpipe-v") else 1) <= most:
-            yield schedule, None
+        method = METHODS[schedule]
+        searched = STAGES_PER_RANK if schedule == "interleaved" else (method.stages_per_rank,)
+        for stages in request.fixed.get("stages_per_rank", searched):
+            if method.allows(stages) and stages <= most:
+                yield schedule, stages if method.most_stages is None else None
 
 
 def _sequence_parallel(request: PlanRequest, layout: Layout) -> tuple[bool, ...]:
@@ -296,17 +303,29 @@ def _sequence_parallel(request: PlanRequest, layout: Layout) -> tuple[bool, ...]
 
     There each of its calls takes time of the rank's, so that both are searched.
     """
-    if layout.tp == 1 or not sequence_parallel_fits(layout, request.sequence):
+    if layout.tp == 1:
         return (False,)
-    searched = (True, False) if request.cluster.device.on_host else (True,)
-    return tuple(each for each in searched if request.allows("sequence_parallel", each)) or (False,)
+    searched = request.fixed.get(
+        "sequence_parallel", (True, False) if request.cluster.device.on_host else (True,)
+    )
+    if not sequence_parallel_fits(layout, request.sequence):
+        return () if searched == (True,) and "sequence_parallel" in request.fixed else (False,)
+    return tuple(searched)
+
+
+def _context_methods(request: PlanRequest, layout: Layout) -> tuple[ContextMethod, ...]:
+    """Return the ways in which ranks may share a sequence; Ulysses divides heads among them."""
+    if layout.cp == 1:
+        return ("exchange",)
+    divides = request.model.heads // layout.tp % layout.cp == 0
+    return tuple(each for each in request.only("cp_method", "exchange") if each != "ulysses" or divides)
 
 
 def _with_any(
     request: PlanRequest, layout: Layout, microbatch: int, recompute: Recompute
 ) -> Iterator[Strategy]:
-    methods = request.only("cp_method", "exchange") if layout.cp > 1 else ("exchange",)
-    for method, divided in itertools.product(methods, _sequence_parallel(request, layout)):
+    methods, halves = _context_methods(request, layout), _sequence_parallel(request, layout)
+    for method, divided in itertools.product(methods, halves):
         yield Strategy(
             layout,
             request.global_batch,
@@ -383,7 +402,7 @@ def _lacks_memory(request: PlanRequest, layout: Layout) -> Rejected | None:
         reason = zero_refusal(layout, 3, "1f1b") or "there is nothing to shard over"
         return Rejected(layout, "ZeRO", f"zero_stage={stage} cannot be with {layout}: {reason}")
     over, strategy, worst = least
-    return Rejected(layout, "memory", _memory_reason(strategy, worst, over), over)
+    return Rejected(layout, "memory", _memory_reason(request.cluster, strategy, worst, over), over)
 
 
 def _most_sharded(of_stages: list[Strategy]) -> list[Strategy]:
@@ -418,16 +437,18 @@ def _fits(request: PlanRequest, strategy: Strategy) -> bool:
     return all(over_nbytes(request, stage) <= 0 for stage in stages)
 
 
-def _memory_reason(strategy: Strategy, worst: StageMemory, over: int) -> str:
+def _memory_reason(cluster: Cluster, strategy: Strategy, worst: StageMemory, over: int) -> str:
     largest, nbytes = max(worst.purposes.items(), key=lambda item: item[1])
     where = f" in stage {worst.rank}" if strategy.layout.pp > 1 else ""
+    held = f"{worst.nbytes / GiB:.1f} GiB, of which {nbytes / GiB:.1f} for {largest}"
+    memory = "memory"
+    if over > worst.nbytes - cluster.device.memory_nbytes:
+        memory = "memory of a node's host"
+        held = f"{worst.host_nbytes / GiB:.1f} GiB of each of {cluster.devices_per_node} ranks"
     how = [f"microbatch {strategy.microbatch}", f"ZeRO-{strategy.zero_stage}"]
     if strategy.recompute.mode != "none":
         how.append(f"recompute {strategy.recompute.mode}")
-    return (
-        f"memory over by {over / GiB:.1f} GiB{where} even with {', '.join(how)}: "
-        f"{worst.nbytes / GiB:.1f} GiB, of which {nbytes / GiB:.1f} for {largest}"
-    )
+    return f"{memory} over by {over / GiB:.1f} GiB{where} even with {', '.join(how)}: {held}"
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -474,16 +495,18 @@ class _Memory:
 _Known = tuple[PassesTime, list[Strategy]]
 """Of a strategy whose ZeRO is open: forwards and backwards; those that fit."""
 
+_Entry = tuple[float, int, "Layout | Strategy", "_Known | bool"]
+"""Bound, number, what it bounds; of a strategy whether its schedule is chosen, or what is known of it."""
+
 
 def _fastest(
     request: PlanRequest, legal: list[Layout], bounds: StepBounds, top: int
 ) -> tuple[list[Estimate], int]:
     """Price strategies in the order of their bounds until no other can be among the `top` best layouts."""
     count = itertools.count()
-    heap: list[tuple[float, int, Strategy, _Known | bool]] = [
-        (bounds.no_bubble(some), next(count), some, False)
+    heap: list[_Entry] = [
+        (min(map(bounds.no_bubble, _of_layout(request, layout))), next(count), layout, False)
         for layout in legal
-        for some in _of_layout(request, layout)
     ]
     heapq.heapify(heap)
     best: dict[Layout, Estimate] = {}
@@ -494,6 +517,10 @@ def _fastest(
         bound, _, some, known = heapq.heappop(heap)
         if bound > limit:
             break
+        if isinstance(some, Layout):
+            for one in _of_layout(request, some):
+                heapq.heappush(heap, (bounds.no_bubble(one), next(count), one, False))
+            continue
         if bound >= seconds.get(some.layout, float("inf")):
             continue
         if known is False:

@@ -100,7 +100,15 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLa
             tied = model.tie_embeddings and not stage.embeds
             head = model.vocab_size * model.hidden_size if tied else model.head_parameters
             others += head // layout.tp + model.final_norm_parameters
-    return OwnParameters(matrices, experts // (layout.ep * layout.etp), others)
+    return OwnParameters(matrices, own_experts(model, strategy, experts), others)
+
+
+def own_experts(model: ModelShape, strategy: Strategy, parameters: int) -> int:
+    """Return the experts' parameters of the rank with most experts, of those of all experts."""
+    if model.experts is None:
+        return 0
+    layout, count = strategy.layout, model.experts.count
+    return parameters // count * -(-count // layout.ep) // layout.etp
 
 
 def state_nbytes(own: OwnParameters, strategy: Strategy, software: Software) -> dict[str, int]:
@@ -183,9 +191,10 @@ def layer_activations(
     if not model.gated:
         shape = LayerShape(sequence, strategy.microbatch, model.hidden_size, model.heads)
         kept = "selective" if mode == "none" and software.fused_attention else mode
-        return int(
-            layer_nbytes(shape, layout.tp, sequence_parallel=strategy.sequence_parallel, recompute=kept)
+        of_halves = layer_nbytes(
+            shape, layout.tp, sequence_parallel=strategy.sequence_parallel, recompute=kept
         )
+        return int(of_halves * strategy.itemsize / 2)
     if mode == "selective" and software.selective == "product":
         return _every_second_product(model, strategy)
     return llama_layer_nbytes(
@@ -248,4 +257,4 @@ def _working(
 def _layer_share(model: ModelShape, strategy: Strategy, layer: int) -> int:
     """Return the parameters of one layer on one rank, gathered."""
     dense, experts = model.layer_parameters(layer, strategy.layout.tp)
-    return dense + experts // (strategy.layout.ep * strategy.layout.etp)
+    return dense + own_experts(model, strategy, experts)

@@ -95,12 +95,14 @@ def chunks_alive(strategy: Strategy, rank: int) -> int:
     p, m, v = strategy.layout.pp, strategy.microbatches, strategy.chunks_per_rank
     if p == 1:
         return 1
+    rounds = max(1, m // p)  # of interleaved: the largest and the smallest have so many microbatches
+    largest, smallest = -(-m // rounds), m // rounds
     most = {
         "naive": v,
         "gpipe": m * v,
         "1f1b": p - rank,
         "eager-1f1b": 2 * (p - rank) - 1,
-        "interleaved": 2 * (p - rank - 1) + (v - 1) * p + 1,
+        "interleaved": min(2 * (p - rank - 1), 2 * smallest) + (v - 1) * largest + 1,
         "zb-h1": p,
         "zb-h2": 2 * p - 1,
         "zb-v": 2 * p,

@@ -57,11 +57,6 @@ class StepTime:
     def total_s(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def compute_s(self) -> float:
-        """Seconds of the kernels of all microbatches."""
-        return sum(self.parts.get(part, 0.0) for part in COMPUTE)
-
 
 @dataclass(frozen=True)
 class PassesTime:
@@ -69,12 +64,12 @@ class PassesTime:
 
     parts      seconds by part, of the slowest pipeline rank
     held       stages of that rank
-    weight_s   its seconds of weights' gradients
+    behind_s   its seconds of backward behind which gradients travel: of weights' gradients and launches
     """
 
     parts: Mapping[str, float]
     held: list[StageLayers]
-    weight_s: float
+    behind_s: float
     of_layers: Mapping[int, LayerTime]
 
     @property
@@ -96,7 +91,7 @@ def step_time(
     """
     passes = passes or passes_time(model, cluster, strategy, software)
     parts = dict(passes.parts)
-    reduced = _reduction(model, cluster, strategy, software, passes.held, passes.weight_s)
+    reduced = _reduction(model, cluster, strategy, software, passes.held, passes.behind_s)
     parts["data parallel"] += reduced.seconds - reduced.hidden_s
     parts["optimizer"] = optimizer_s(model, cluster, strategy, software, passes.held)
     traffic = _traffic(model, cluster, strategy, passes.of_layers, passes.held, reduced, software)
@@ -147,7 +142,8 @@ def passes_time(
     if step_s < busy_s:
         parts = {part: seconds * step_s / busy_s for part, seconds in parts.items()}
     parts["bubble"] = max(0.0, step_s - busy_s)
-    return PassesTime(parts, held, m * sum(weight[s] for s in numbers), of_layers)
+    behind = m * sum(weight[s] + times[s].passes["backward"].get("launches", 0.0) for s in numbers)
+    return PassesTime(parts, held, behind, of_layers)
 
 
 def _stage_time(

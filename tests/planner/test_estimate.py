@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import Layout
+from hpcpar.pipeline_schedules.peak_memory import peak_chunks
+from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.schedule_registry import make
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.estimate import estimate
 from hpcpar.planner.experts import Experts
@@ -15,6 +19,8 @@ from hpcpar.planner.model_shapes import PUBLISHED, ModelShape
 from hpcpar.planner.pipeline_time import closed_span_s, span_s
 from hpcpar.planner.shapes import PRESETS, Recompute
 from hpcpar.planner.software import HPCPAR
+from hpcpar.planner.stage_memory import layer_activations, own_parameters
+from hpcpar.planner.stages import chunks_alive, stages_of
 from hpcpar.planner.strategy import Strategy
 
 NO_CALLS = replace(HPCPAR, call_kernels=0)
@@ -80,6 +86,42 @@ def test_the_closed_form_of_a_span_is_that_of_the_simulated_schedule(schedule: s
     strategy = Strategy(Layout(pp=4), 8, 1, 256, schedule=schedule)
     times = [[1.0] * strategy.stages] * 3
     assert closed_span_s(strategy, *times, 0.0) == pytest.approx(span_s(strategy, *times, 0.0))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_few_microbatches_take_as_long_as_simulated(schedule: str) -> None:
+    for microbatches in (2, 3, 5, 7):
+        strategy = Strategy(Layout(pp=6), microbatches, 1, 256, schedule=schedule)
+        times = [[1.0] * strategy.stages] * 3
+        durations = Durations(*times, 0.0)
+        rows = simulate(make(schedule, 6, microbatches), durations).rows
+        simulated = max(row[-1].end_s for row in rows if row)
+        assert closed_span_s(strategy, *times, 0.0) == pytest.approx(simulated, rel=0.04)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2"])
+def test_as_many_chunks_are_alive_as_the_schedule_keeps(schedule: str) -> None:
+    for ranks, microbatches in itertools.product((2, 3, 4), range(1, 14)):
+        strategy = Strategy(Layout(pp=ranks), microbatches, 1, 256, schedule=schedule)
+        kept = peak_chunks(make(schedule, ranks, microbatches))
+        assert [chunks_alive(strategy, rank) for rank in range(ranks)] == list(kept)
+
+
+def test_uneven_experts_count_as_those_of_the_fullest_rank() -> None:
+    model = ModelShape.named("qwen3-30b-a3b")  # 128 experts
+    ways = {ep: Strategy(Layout(dp=96, ep=ep), 96, 1, 4096) for ep in (1, 48, 96)}
+    own = {ep: own_parameters(model, way, stages_of(model, way)) for ep, way in ways.items()}
+    assert own[48].experts == own[1].experts * 3 // 128
+    assert own[96].experts == own[1].experts * 2 // 128
+
+
+def test_activations_of_a_gpt_are_of_the_precision() -> None:
+    model = ModelShape.named("gpt-1.7b")
+    halves, singles = (
+        layer_activations(model, Strategy(Layout(), 2, 2, 2048, precision=precision), HPCPAR, 0, "none")
+        for precision in ("bfloat16", "float32")
+    )
+    assert singles == 2 * halves
 
 
 def test_recomputation_trades_time_for_memory() -> None:

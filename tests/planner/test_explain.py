@@ -58,15 +58,26 @@ def test_a_difference_is_made_of_its_parts() -> None:
     assert "tensor parallel -" in difference(one, other)
 
 
-def test_fewest_nodes_fit_and_one_less_does_not() -> None:
-    for name in ("llama3-8b", "llama3-70b", "llama3-405b"):
-        request = request_for(name, 1, 64)
-        nodes = fewest_nodes(request)
-        assert nodes is not None
-        assert fits_somewhere(replace(request, cluster=request.cluster.with_nodes(nodes)))
-        if nodes > 1:
-            assert not fits_somewhere(replace(request, cluster=request.cluster.with_nodes(nodes - 1)))
-    assert fewest_nodes(request_for("llama3-405b", 1, 64), most=2) is None
+@pytest.mark.parametrize(
+    ("name", "batch", "fixed"),
+    [
+        ("llama3-8b", 64, {}),
+        ("llama3-405b", 64, {}),
+        ("llama3-70b", 512, {"pp": (8,)}),
+        ("llama3-70b", 30, {"cp": (1,), "pp": (1,)}),
+        ("llama3-70b", 7, {"cp": (1,), "pp": (1,)}),
+    ],
+)
+def test_no_number_of_nodes_below_the_fewest_fits(
+    name: str, batch: int, fixed: dict[str, tuple[int, ...]]
+) -> None:
+    request = replace(request_for(name, 1, batch), fixed=fixed)
+    fitting = [
+        nodes
+        for nodes in range(1, 65)
+        if fits_somewhere(replace(request, cluster=request.cluster.with_nodes(nodes)))
+    ]
+    assert fewest_nodes(request, most=64) == min(fitting, default=None)
 
 
 def test_every_remedy_helps() -> None:

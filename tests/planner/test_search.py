@@ -131,16 +131,27 @@ def test_every_layout_is_ranked_or_rejected_with_its_reason() -> None:
     assert f"tp={crossing.layout.tp} crosses the node boundary" in crossing.reason
 
 
-@pytest.mark.parametrize("key", ["microbatch", "zero_stage", "recompute", "schedule", "tp"])
+FIXED = {
+    **{"microbatch": 2, "zero_stage": 1, "recompute": "full", "schedule": "interleaved", "tp": 2},
+    **{"stages_per_rank": 4, "sequence_parallel": True, "optimizer": "muon", "reshard": "step"},
+}
+
+
+@pytest.mark.parametrize("key", FIXED)
 def test_what_is_fixed_is_kept(key: str) -> None:
-    value = {"microbatch": 2, "zero_stage": 1, "recompute": "full", "schedule": "interleaved", "tp": 2}[key]
+    value = FIXED[key]
     request = PlanRequest(DENSE, cluster_with(40), 32, 1024, fixed={key: (value,)})
-    for one in search(request, top=1000).ranked:
+    free = {"schedule": "pp", "stages_per_rank": "pp", "sequence_parallel": "tp", "reshard": "zero_stage"}
+    ranked = search(request, top=1000).ranked
+    assert ranked
+    for one in ranked:
         strategy = one.strategy
         found = strategy.layout.tp if key == "tp" else getattr(strategy, key)
         if key == "recompute":
             found = strategy.recompute.mode
-        assert found == value or (key == "schedule" and strategy.layout.pp == 1)
+        has_effect = {"pp": strategy.layout.pp > 1, "tp": strategy.layout.tp > 1}
+        has_effect["zero_stage"] = strategy.zero_stage == 3
+        assert found == value or not has_effect.get(free.get(key, ""), True)
 
 
 def test_a_wrong_key_and_a_missing_precision_are_refused() -> None:
@@ -153,6 +164,30 @@ def test_a_wrong_key_and_a_missing_precision_are_refused() -> None:
 def test_tp_across_nodes_is_ranked_where_it_is_asked_for() -> None:
     request = PlanRequest(DENSE, cluster_with(40), 32, 1024, fixed={"tp": (8,), "pp": (1,)})
     assert search(replace(request, model=replace(DENSE, kv_heads=8))).best.strategy.layout.tp == 8
+
+
+def test_tp_that_does_not_divide_a_node_crosses_its_boundary() -> None:
+    request = PlanRequest(
+        replace(DENSE, heads=24, kv_heads=12, ffn_size=3072), cluster_with(40, devices_per_node=3), 24, 1024
+    )
+    crossing = search(request, top=1000).rejected_by_kind()["node boundary"]
+    assert {2, 6} <= {one.layout.tp for one in crossing}
+    assert 3 not in {one.layout.tp for one in crossing}
+
+
+def test_ulysses_is_refused_where_heads_do_not_divide() -> None:
+    fixed = {"cp_method": ("ulysses",), "cp": (8,), "tp": (1,)}
+    request = PlanRequest(replace(DENSE, heads=12), cluster_with(40), 8, 1024, fixed=fixed)
+    plan = search(request)
+    assert not plan.ranked
+    assert "12 heads of each of tp=1 ranks do not divide among cp=8" in plan.rejected[0].reason
+
+
+def test_a_host_that_lacks_memory_is_named_as_such() -> None:
+    cluster = replace(cluster_with(40), host_memory_nbytes=GiB // 4, host_bandwidth=1e10)
+    plan = search(PlanRequest(DENSE, cluster, 32, 1024, fixed={"offload": ("cpu",), "zero_stage": (1,)}))
+    assert not plan.ranked
+    assert "memory of a node's host over by" in plan.rejected_by_kind()["memory"][0].reason
 
 
 def test_strategies_of_a_layout_are_legal() -> None:
