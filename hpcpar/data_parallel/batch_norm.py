@@ -17,7 +17,7 @@ does not show. Batches may differ in size between ranks, and some may be empty.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +153,7 @@ class _OfCommunicator:
         total: torch.Tensor = self._comm.allreduce(sums.clone())
         return total
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: Any) -> _OfCommunicator:
         return self
 
     def __reduce__(self) -> Any:

@@ -29,14 +29,6 @@ def balanced_owners(costs: Sequence[int], size: int) -> list[int]:
     return owners
 
 
-def imbalance(costs: Sequence[int], owners: Sequence[int], size: int) -> float:
-    """Return the cost of the longest rank over the mean; 1.0 is even."""
-    loads = [0] * size
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return max(loads) * size / sum(loads) if sum(loads) else 1.0
-
-
 def rounds_of(costs: Sequence[int], owners: Sequence[int], size: int) -> list[list[int]]:
     """Return the matrices of each round, at most one for each rank: every rank's k-th dearest in round k."""
     queues: list[list[int]] = [[] for _ in range(size)]

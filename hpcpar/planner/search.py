@@ -489,7 +489,8 @@ class _Memory:
     def _note(self, key: tuple[Any, ...], stage: int, lacking: float) -> None:
         for lower in range(stage + 1) if stage < 3 else (3,):
             if lacking < math.inf or lower == stage:
-                self._lacking[(*key, lower)] = min(self._lacking.get((*key, lower), math.inf), lacking)
+                which = (*key, lower)
+                self._lacking[which] = min(self._lacking.get(which, math.inf), lacking)
 
 
 _Known = tuple[PassesTime, list[Strategy]]

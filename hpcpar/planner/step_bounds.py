@@ -103,8 +103,9 @@ class StepBounds:
             *(strategy.microbatch, strategy.cp_method, strategy.sequence_parallel),
         )
         mode = strategy.recompute.mode
-        if (*key, mode) in self._microbatches:
-            return self._microbatches[(*key, mode)]
+        whole = (*key, mode)
+        if whole in self._microbatches:
+            return self._microbatches[whole]
         model, cluster, software = self._model, self._cluster, self._software
         if key not in self._plain:
             self._plain[key] = {
@@ -122,7 +123,7 @@ class StepBounds:
         for which, _, seconds_of_head in head_s(model, cluster, strategy, software):
             total[which] += seconds_of_head
         found = _Microbatch(of_layers, _Passes(**total), _Passes(**least))
-        self._microbatches[(*key, mode)] = found
+        self._microbatches[whole] = found
         return found
 
     def _pipeline(self, strategy: Strategy) -> _Pipeline:

@@ -497,9 +497,10 @@ def parse(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
 def read_table(text: str, source: str) -> dict[str, Any]:
     """Return the tables of a file's text."""
     try:
-        return tomllib.loads(text)
+        found: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not a TOML file: {error}") from error
+    return found
 
 
 def config_of(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:

@@ -60,7 +60,8 @@ class Memory:
         self._host[:] = 0
         self._cuda.copy(self._pinned, self.address, nbytes, self._stream)
         self._cuda.synchronize(self._stream)
-        return self._host[:nbytes].copy()
+        octets: Octets = self._host[:nbytes].copy()
+        return octets
 
     def view(self, nbytes: int) -> MPI.buffer:
         return MPI.buffer.fromaddress(self.address, nbytes)
