@@ -272,15 +272,15 @@ def report_all(
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Draw every schedule's timetable as priced, and below it as measured."""
-    from hpcpar.cli import schedule_picture
+    from hpcpar.cli.draw_pipeline import Panel, figure_of
     from hpcpar.cli.picture import Output, save
 
     panels = [
-        schedule_picture.Panel(f"{each.schedule.name}, {how}", timetable)
+        Panel(f"{each.schedule.name}, {how}", timetable)
         for each in comparisons
         for how, timetable in (("priced", each.predicted), ("measured", each.measured))
     ]
-    save(schedule_picture.draw(panels), Output(path))
+    save(figure_of(panels), Output(path))
 
 
 # --- what the figures are of ------------------------------------------------------------------------

@@ -18,33 +18,21 @@ import click
 import hpcpar
 from hpcpar.errors import MissingExtraError, did_you_mean, naming_extras
 
-Commands = Mapping[str, tuple[str, str, str]]
-"""name -> (module, name in it, what it does)"""
+Commands = Mapping[str, tuple[str, str]]
+"""name -> (module of hpcpar.cli that has a command of this name, what it does)"""
 
 COMMANDS: Commands = {
-    "run": ("hpcpar.cli.run", "run", "Start a program on several ranks with srun or mpiexec."),
-    "train": ("hpcpar.cli.train", "train", "Train a model as a TOML file says."),
-    "compare": ("hpcpar.cli.compare", "compare", "Compare runs: what differs, and what came of it."),
-    "example": ("hpcpar.cli.example", "example", "List examples, or write one into this directory."),
-    "export": ("hpcpar.cli.export", "export", "Make a checkpoint a model of Hugging Face's transformers."),
-    "checkpoint": ("hpcpar.cli.checkpoint", "checkpoint", "List, describe and verify checkpoints."),
-    "serve": ("hpcpar.cli.serve", "serve", "Have a trained model answer, with vLLM."),
-    "doctor": (
-        "hpcpar.cli.doctor",
-        "doctor",
-        "Look at MPI, launcher, cores, GPUs and torch; say what to mend.",
-    ),
-    "plan": (
-        "hpcpar.cli.plan_command",
-        "plan",
-        "Rank layouts for a model on a machine: memory, time, why not.",
-    ),
-    "draw": (
-        "hpcpar.cli.draw_commands",
-        "draw",
-        "Draw the steps of a collective, pipeline schedules, or what layers keep.",
-    ),
-    "bench": ("hpcpar.cli.bench", "bench", "Measure collectives, choose by measurement, fit and simulate."),
+    "run": ("run", "Start a program on several ranks with srun or mpiexec."),
+    "train": ("train", "Train a model as a TOML file says."),
+    "compare": ("compare", "Compare runs: what differs, and what came of it."),
+    "example": ("example", "List examples, or write one into this directory."),
+    "export": ("export", "Make a checkpoint a model of Hugging Face's transformers."),
+    "checkpoint": ("checkpoint", "List, describe and verify checkpoints."),
+    "serve": ("serve", "Have a trained model answer, with vLLM."),
+    "doctor": ("doctor", "Look at MPI, launcher, cores, GPUs and torch; say what to mend."),
+    "plan": ("plan_command", "Rank layouts for a model on a machine: memory, time, why not."),
+    "draw": ("draw_commands", "Draw the steps of a collective, pipeline schedules, or what layers keep."),
+    "bench": ("bench", "Measure collectives, choose by measurement, fit and simulate."),
 }
 
 
@@ -61,9 +49,9 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.lazy:
             return None
-        module, attribute, _ = self.lazy[name]
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
+        module, _ = self.lazy[name]
+        command = getattr(importlib.import_module(f"hpcpar.cli.{module}"), name)
+        assert isinstance(command, click.Command), f"hpcpar.cli.{module}.{name} is no click command"
         return command
 
     def resolve_command(
@@ -79,7 +67,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in self.lazy.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.lazy.items()])
 
 
 @click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

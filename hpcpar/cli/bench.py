@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcpar.cli import Commands, LazyGroup
-from hpcpar.cli.picture import Output, output_options, write
+from hpcpar.cli import Commands, LazyGroup, picture
 from hpcpar.errors import ConfigError, HpcparError
-from hpcpar.units import parse_nbytes
+from hpcpar.units import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from hpcpar.bench.measure import ResultRow
     from hpcpar.bench.sweep import SweepOptions
     from hpcpar.comm import Communicator
 
 COMMANDS: Commands = {
-    "collectives": ("hpcpar.cli.bench", "collectives", "hpcpar's algorithms beside MPI's own and gloo."),
-    "compare": (
-        "hpcpar.cli.bench_compare",
-        "compare",
-        "Data, tensor, pipeline parallel …: memory, bytes, time.",
-    ),
-    "tune": ("hpcpar.cli.bench", "tune", "Time all algorithms here, and write the table to choose by."),
-    "fit": ("hpcpar.cli.bench", "fit", "Latency, bandwidth and summing speed from measured lines."),
-    "simulate": ("hpcpar.cli.bench_simulate", "simulate", "Price every algorithm at any number of ranks."),
+    "collectives": ("bench", "hpcpar's algorithms beside MPI's own and gloo."),
+    "compare": ("bench_compare", "Data, tensor, pipeline parallel …: memory, bytes, time."),
+    "tune": ("bench", "Time all algorithms here, and write the table to choose by."),
+    "fit": ("bench", "Latency, bandwidth and summing speed from measured lines."),
+    "simulate": ("bench_simulate", "Price every algorithm at any number of ranks."),
 }
 
 CANNOT_WORK = 2
@@ -100,14 +100,14 @@ def _measuring(command: Any) -> Any:
 )
 @click.option("--each-call", is_flag=True, help="Look at the clock after every call; show the longest.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON lines too.")
-@output_options("Plot bus bandwidth against size (.svg, .png, .pdf).")
+@picture.output_options("Plot bus bandwidth against size (.svg, .png, .pdf).")
 def collectives(
     dtype: str,
     kind: str,
     candidates: tuple[str, ...],
     each_call: bool,
     json_file: Path | None,
-    output: Output | None,
+    output: picture.Output | None,
     **measuring: Any,
 ) -> int:
     """Measure collectives by size: hpcpar's algorithms, MPI's own and gloo, in turn.
@@ -116,7 +116,6 @@ def collectives(
     """
     import hpcpar
     from hpcpar.bench import sweep as table
-    from hpcpar.cli import bench_picture
     from hpcpar.transport.mpi_library import library_facts
 
     world = hpcpar.init()
@@ -135,7 +134,7 @@ def collectives(
     if world.rank == 0:
         if json_file is not None:
             table.write_json(json_file, facts, rows)
-        write(output, lambda: bench_picture.draw(rows, facts))
+        picture.write(output, lambda: figure_of(rows, facts))
     return 0
 
 
@@ -229,7 +228,7 @@ def _options(collectives: tuple[str, ...], **others: Any) -> SweepOptions:
     return SweepOptions(collectives=COLLECTIVES if "all" in collectives else collectives, **others)
 
 
-def require_writable(*paths: Path | None, picture: Output | None = None) -> None:
+def require_writable(*paths: Path | None, picture: picture.Output | None = None) -> None:
     """Raise ConfigError for files that could not be written later; create nothing.
 
     picture   must also have the suffix of a format that matplotlib can draw
@@ -252,7 +251,9 @@ def require_writable(*paths: Path | None, picture: Output | None = None) -> None
             )
 
 
-def _require_writable(world: Communicator, *paths: Path | None, picture: Output | None = None) -> None:
+def _require_writable(
+    world: Communicator, *paths: Path | None, picture: picture.Output | None = None
+) -> None:
     """Check on rank 0, which writes; fail on all ranks. Collective."""
     with world.together("looking where to write"):
         if world.rank == 0:
@@ -269,3 +270,76 @@ def _refuse(world: Communicator, command: str, error: HpcparError) -> int:
     if world.rank == 0:
         click.echo(f"hpcpar bench {command}: {error}", err=True)
     return CANNOT_WORK
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+OUTSTANDING = {"chosen": picture.ACTIVATIONS, "mpi": "black", "gloo": picture.FORWARD}
+"""Candidates with a colour and a thick line; all others are thin."""
+
+PANEL_INCHES = 3.6
+
+
+def figure_of(rows: Sequence[ResultRow], facts: Mapping[str, Any]) -> Figure:
+    """Return a figure with a panel for each collective.
+
+    The dashed line is a copy within memory on all ranks at once, in bytes copied per second on each rank:
+    a byte that is sent is copied at least once.
+    """
+    from hpcpar.bench.measure import COPY
+
+    shown = [name for name in dict.fromkeys(row.collective for row in rows) if name != COPY]
+    across = 1 if len(shown) < 3 else 2
+    down = max(1, -(-len(shown) // across))
+    figure = picture.new_figure(PANEL_INCHES * down)
+    for at, collective in enumerate(shown, 1):
+        _panel(figure.add_subplot(down, across, at), collective, rows)
+    figure.suptitle(f"{facts.get('ranks')} ranks on {facts.get('nodes')} node(s), {facts.get('mpi')}")
+    return figure
+
+
+def _panel(axes: Axes, collective: str, rows: Sequence[ResultRow]) -> None:
+    from hpcpar.bench.measure import COPY, MEMORY_COPY
+
+    for name, points in lines(rows, collective).items():
+        outstanding = OUTSTANDING.get(name)
+        axes.plot(
+            *zip(*points, strict=True),
+            label=name,
+            color=outstanding,
+            linewidth=2.2 if outstanding else 0.8,
+            zorder=3 if outstanding else 2,
+            marker="o" if outstanding else None,
+            markersize=3,
+        )
+    ceiling = lines(rows, COPY).get(MEMORY_COPY)
+    if ceiling:
+        axes.plot(
+            *zip(*ceiling, strict=True),
+            label="memory copy",
+            linestyle="--",
+            color=picture.MEASURED,
+            linewidth=1.5,
+        )
+    sizes = sorted({row.nbytes for row in rows if row.collective == collective})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    shown = sizes[:: -(-len(sizes) // 6)]  # at most six labels fit
+    axes.set_xticks(shown, [format_nbytes(nbytes) for nbytes in shown], fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("whole array")
+    axes.set_ylabel("busbw (GB/s)")
+    axes.set_title(collective)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=2, loc="lower right")
+
+
+def lines(rows: Sequence[ResultRow], collective: str) -> dict[str, list[tuple[int, float]]]:
+    """Return (bytes, busbw) of each candidate in rising order, from the better of its two places."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.collective == collective and row.busbw_gb_per_s > 0:
+            by_size = found.setdefault(row.algorithm, {})
+            by_size[row.nbytes] = max(by_size.get(row.nbytes, 0.0), row.busbw_gb_per_s)
+    return {name: sorted(by_size.items()) for name, by_size in found.items()}

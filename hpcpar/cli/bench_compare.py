@@ -19,11 +19,11 @@ def compare(words: tuple[str, ...], steps: int, only: tuple[str, ...], json_file
     """Train one model by each approach that these ranks can take; print memory, bytes, calls, time.
 
     CONFIG is a file of `hpcpar train` [default: the preset tiny, 16 sequences of 128 tokens]. Start it on
-    several ranks: `hpcpar run -n 4 -- -m hpcpar bench compare`. Under each line is what the planner says;
-    its time needs a description of this machine (`hpcpar bench fit … --machine own`).
+    several ranks: `hpcpar run -n 4 -- -m hpcpar bench compare`. Above each measured line is what the planner
+    says; its time needs a description of this machine (`hpcpar bench fit … --machine own`).
     """
     import hpcpar
-    from hpcpar.cli.console import own_console
+    from hpcpar.cli.draw_compare import of_records, table
     from hpcpar.training import comparison
     from hpcpar.training.config import read_text
 
@@ -49,9 +49,9 @@ def compare(words: tuple[str, ...], steps: int, only: tuple[str, ...], json_file
             click.echo(f"hpcpar bench compare: {error}", err=True)
         return 2
     if world.rank == 0:
-        title = f"Approaches on {world.size} ranks: a rank's memory, and a step"
-        own_console().print(comparison.table(found, title=title), crop=False)
+        records = [each.as_record() for each in found]
+        title, compared = of_records(records)
+        click.echo(f"\n{title}\n\n{table(compared)}")
         if json_file is not None:
-            lines = [json.dumps(each.as_record()) for each in found]
-            json_file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+            json_file.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
     return 0

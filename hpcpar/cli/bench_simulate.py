@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpcpar.algorithms.registry import ALGORITHMS
 from hpcpar.algorithms.simulate import AlgorithmTime, Crossover, crossovers, estimates, fastest
 from hpcpar.algorithms.topology import MessageCost, Topology
+from hpcpar.cli import picture
 from hpcpar.cli.bench import NOT_NEGATIVE, require_writable, to_nbytes
-from hpcpar.cli.picture import Output, output_options, write
 from hpcpar.errors import ConfigError
 from hpcpar.units import GB, format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLLECTIVES = tuple(collective for collective in ALGORITHMS if collective != "barrier")
 
@@ -44,7 +48,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--alpha-inter", type=NOT_NEGATIVE, default=5e-6, help="Seconds per message.")
 @click.option("--beta-inter", type=NOT_NEGATIVE, default=4e-11, help="Seconds per byte.")
 @click.option("--gamma", type=NOT_NEGATIVE, default=2e-12, help="Seconds per byte summed.")
-@output_options("Draw time against bytes and ranks (.svg, .png, .pdf).")
+@picture.output_options("Draw time against bytes and ranks (.svg, .png, .pdf).")
 @click.option(
     "--picture-bytes", callback=_nbytes, help="The size drawn against ranks; default: midway of the sizes."
 )
@@ -53,7 +57,7 @@ def simulate(
     collective: str,
     ranks: int,
     ranks_per_node: int,
-    output: Output | None,
+    output: picture.Output | None,
     picture_bytes: int | None,
     json_file: Path | None,
     **given: Any,
@@ -85,11 +89,9 @@ def simulate(
         write_json(json_file, collective, topology, by_size)
         click.echo(f"written: {json_file}")
     if output is not None:
-        from hpcpar.cli import simulation_picture
-
         nbytes = picture_bytes or sizes[len(sizes) // 2]
         by_ranks: Table = {n: estimates(collective, n, nbytes, topology) for n in _rising(2, ranks, 2)}
-        write(output, lambda: simulation_picture.draw(collective, by_size, by_ranks, found))
+        picture.write(output, lambda: figure_of(collective, by_size, by_ranks, found))
 
 
 def _rising(first: int, last: int, factor: int) -> Iterator[int]:
@@ -151,3 +153,45 @@ def write_json(path: Path, collective: str, topology: Topology, by_size: Table) 
     header: dict[str, Any] = {"benchmark": "simulate", "collective": collective, **asdict(topology)}
     rows = [{"collective": collective, **asdict(one)} for found in by_size.values() for one in found]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def figure_of(collective: str, by_size: Table, by_ranks: Table, found: Sequence[Crossover]) -> Figure:
+    """Return a figure with two panels.
+
+    by_size      what every algorithm takes for each size, at one number of ranks
+    by_ranks     for each number of ranks, at one size
+    found        crossovers: the sizes where the fastest algorithm changes, drawn as upright lines
+    """
+    figure = picture.new_figure(4.6)
+    against_bytes, against_ranks = figure.subplots(1, 2, sharey=True)
+    ranks = next(iter(by_size.values()))[0].ranks
+    nbytes = next(iter(by_ranks.values()))[0].nbytes
+    _panel(against_bytes, by_size, format_nbytes)
+    _panel(against_ranks, by_ranks, lambda n: f"{n:,}")
+    against_bytes.set(title=f"{collective} on {ranks:,} ranks", xlabel="whole array", ylabel="seconds")
+    against_ranks.set(title=f"{collective} of {format_nbytes(nbytes)}", xlabel="ranks")
+    for change in found:
+        against_bytes.axvline(change.nbytes, color="0.5", linestyle=":", linewidth=1)
+    handles, names = against_bytes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", fontsize=8, ncols=4)
+    return figure
+
+
+def _panel(axes: Axes, found: Table, written: Callable[[int], str]) -> None:
+    """Draw a line for each algorithm, over a broad grey one for the fastest."""
+    places = list(found)
+    least = [min(one.seconds for one in each) for each in found.values()]
+    axes.plot(places, least, color="0.85", linewidth=7, label="fastest")
+    for line in zip(*found.values(), strict=True):
+        dashed = "--" if line[0].algorithm.startswith(("hierarchical", "leaders")) else "-"
+        axes.plot(places, [one.seconds for one in line], dashed, label=line[0].algorithm, linewidth=1.6)
+    ticks = places[:: max(1, len(places) // 5)]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks)
+    axes.set_xticklabels([written(place) for place in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -13,6 +13,11 @@ from rich.table import Table
 from hpcpar.cli import picture
 from hpcpar.errors import HpcparError
 from hpcpar.units import format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpcpar.training.compared_runs import ReadRun
 
 NOT_SAID = "-"
 
@@ -27,7 +32,6 @@ def compare(runs: tuple[Path, ...], as_json: bool, output: picture.Output | None
     Shown are the keys of the configuration and the versions that differ, losses, the time of a step (median
     and quartiles), tokens/s, the memory of the fullest rank, and the bytes that rank 0 sent in a step.
     """
-    from hpcpar.cli import compare_picture
     from hpcpar.cli.console import own_console
     from hpcpar.training import compared_runs
 
@@ -40,7 +44,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, output: picture.Output | None
         click.echo(json.dumps(found, indent=1))
     else:
         own_console().print(table(found), crop=False)
-    picture.write(output, lambda: compare_picture.draw(read), err=as_json)
+    picture.write(output, lambda: figure_of(read), err=as_json)
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -92,3 +96,47 @@ def _shown(name: str, value: Any) -> str:
     if name == "mfu":
         return f"{value:.1%}"
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+DECAY = 0.9
+"""Of the running mean, the thick line."""
+
+LONG_S = 300.0
+"""Training that lasted longer has an axis in minutes."""
+
+
+def figure_of(runs: Sequence[ReadRun]) -> Figure:
+    """Return a figure of losses over steps, and over time.
+
+    thin     each step's loss; thick: its running mean; points: held-out losses
+    """
+    from hpcpar.training.metrics import running_mean
+
+    figure = picture.new_figure(4.5)
+    over_steps, over_time = figure.subplots(1, 2, sharey=True)
+    longest_s = max((ends[-1] for run in runs if (ends := run.seconds())), default=0.0)
+    unit_s, unit = (60.0, "min") if longest_s > LONG_S else (1.0, "s")
+    for number, run in enumerate(runs):
+        colour = picture.rank_colour(number)
+        times = {
+            step["step"] + 1: end_s / unit_s for step, end_s in zip(run.steps, run.seconds(), strict=True)
+        }
+        losses = {step["step"] + 1: step["loss"] for step in run.steps if step["loss"] is not None}
+        held_out = {each["step"]: each["held_out_loss"] for each in run.held_out}
+        for axes, place in ((over_steps, {step: float(step) for step in times}), (over_time, times)):
+            x = [place[step] for step in losses]
+            axes.plot(x, list(losses.values()), color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(x, running_mean(list(losses.values()), DECAY), color=colour, label=str(run.directory))
+            evaluated = [step for step in held_out if step in place]
+            axes.plot(
+                [place[step] for step in evaluated], [held_out[step] for step in evaluated], "o", color=colour
+            )
+    over_steps.set(xlabel="step", ylabel="loss (nats per token); points: held out")
+    over_time.set_xlabel(f"training time ({unit})")
+    for axes in (over_steps, over_time):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    return figure

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpcpar.cli import balance_picture, picture
-from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.cli import picture
+from hpcpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class RunBalance(NamedTuple):
@@ -41,12 +45,9 @@ def balance(runs: tuple[Path, ...], after: int, output: picture.Output | None) -
     The load of a layer's fullest expert over the mean load, of all tokens of a step: the factor by which the
     rank that has it lags behind.
     """
-    try:
-        found = [read(run) for run in runs]
-        click.echo(table(found, after))
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
-    picture.write(output, lambda: balance_picture.draw(found))
+    found = [read(run) for run in runs]
+    click.echo(table(found, after))
+    picture.write(output, lambda: figure_of(found))
 
 
 def read(run: Path) -> RunBalance:
@@ -81,3 +82,31 @@ def table(found: Sequence[RunBalance], after: int) -> str:
             first = run.of_layer(place)[0]
             lines.append(f"{run.name:<20}{layer:>6}{first:>12.2f}{median(late):>9.2f}{max(late):>9.2f}")
     return "\n".join(lines)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+LIMIT = 1.5
+"""Load over the mean that is drawn as a line: with more, a rank lags by half a step."""
+
+
+def figure_of(found: Sequence[RunBalance]) -> Figure:
+    """Return a figure with a panel for each run."""
+    figure = picture.new_figure(3.6)
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, run in zip(panels, found, strict=True):
+        _panel(axes, run)
+    panels[0].set_ylabel("load of the fullest expert / mean load")
+    return figure
+
+
+def _panel(axes: Axes, run: RunBalance) -> None:
+    for place, layer in enumerate(run.layers):
+        axes.plot(run.steps, run.of_layer(place), linewidth=0.9, label=f"layer {layer}")
+    axes.axhline(LIMIT, color="black", linestyle="--", linewidth=0.8)
+    axes.set_title(run.name, fontsize=10)
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=1.0)
+    if len(run.layers) <= 8:
+        axes.legend(fontsize=7, loc="upper right")

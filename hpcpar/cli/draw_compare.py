@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hpcpar.cli import approaches_picture, picture
-from hpcpar.errors import ConfigError, HpcparError, LayoutError
+from hpcpar.cli import picture
+from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.planner.approaches import Approach, Batch, approaches, estimate_of, with_experts
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.memory import STATE
@@ -18,6 +18,10 @@ from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING
 from hpcpar.units import GiB, MiB, format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NUMBER = click.IntRange(min=1)
 
@@ -94,15 +98,12 @@ def compare(
     """
     if (model is None) == (measured is None):
         raise click.UsageError("name a MODEL, or the file of a measured comparison: --measured FILE")
-    try:
-        if measured is not None:
-            title, found = read(measured)
-        else:
-            title, found = planned(str(model), ranks, machine, **batch)
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
+    if measured is not None:
+        title, found = read(measured)
+    else:
+        title, found = planned(str(model), ranks, machine, **batch)
     click.echo(f"{title}\n\n{table(found)}\n\n{changes(found)}")
-    picture.write(output, lambda: approaches_picture.draw(found, title))
+    picture.write(output, lambda: figure_of(found, title))
 
 
 def planned(
@@ -156,13 +157,18 @@ def read(path: Path) -> tuple[str, list[Compared]]:
     """Read a measured comparison; ConfigError for another file."""
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [_measured(record) for record in records]
-        return f"{records[0]['run']}, measured on {records[0]['ranks']} ranks", found
+        return of_records(records)
     except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} has no lines of a comparison ({type(error).__name__}: {error}); write them by "
             "hpcpar run -n 4 -- -m hpcpar bench compare --json FILE"
         ) from error
+
+
+def of_records(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[Compared]]:
+    """Return a title, and approaches as measured by `hpcpar bench compare`."""
+    title = f"{records[0]['run']}, measured on {records[0]['ranks']} ranks"
+    return title, [_measured(record) for record in records]
 
 
 def _measured(record: Mapping[str, Any]) -> Compared:
@@ -212,7 +218,7 @@ def table(found: Sequence[Compared]) -> str:
             continue
         lines.append(_line(each.name, each.planned, purposes, unit, is_over=each.refused is not None))
         if each.measured is not None:
-            lines.append(_line("    measured", each.measured, purposes, unit))
+            lines.append(_line(f"  measured: {each.layout}", each.measured, purposes, unit))
     if any(each.refused is not None and each.planned is not None for each in found):
         lines.append("* more than a device has")
     return "\n".join(line.rstrip() for line in lines)
@@ -232,3 +238,97 @@ def _line(name: str, figures: Figures, purposes: Sequence[str], unit: int, *, is
 def changes(found: Sequence[Compared]) -> str:
     """List what each approach changes in a program, which is its complexity."""
     return "\n".join(["changes in the program:", *(f"  {each.name:<28}  {each.changes}" for each in found)])
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+HATCH = "////"
+"""Of measured bars."""
+
+
+def figure_of(found: Sequence[Compared], title: str) -> Figure:
+    """Return a figure with a row for each approach.
+
+                      GiB on the rank that needs most      GiB sent     seconds of a step
+    data parallel     |weights|grad|optimizer      |act|   |====        |===
+    ZeRO-3            |w|g|o|act|                          |======      |====
+    """
+    from matplotlib.patches import Patch
+
+    is_measured = any(each.measured is not None for each in found)
+    inches = 1.3 + len(found) * (0.46 if is_measured else 0.3)
+    figure = picture.new_figure(inches)
+    memory, sent, time = figure.subplots(1, 3, sharey=True, width_ratios=(2.2, 1, 1))
+    colour_of = dict(zip(PURPOSES, (*picture.STATE_COLOURS, picture.ACTIVATIONS, picture.IDLE), strict=True))
+    unit, name = unit_of(found)
+    for row, each in enumerate(found):
+        if each.planned is None:
+            memory.text(0, row, f" cannot be: {_short(each.refused)}", va="center", fontsize=7)
+        mark = "" if each.refused is None else "*"
+        for figures, bar in bars_of(each, row):
+            _draw_memory(memory, figures, bar, colour_of, unit, "" if bar.hatch else mark)
+            ratio = "" if figures.twice is None else f" x{figures.twice[0]:.2f}"
+            if figures.sent_nbytes is not None:
+                _draw_bar(sent, figures.sent_nbytes / unit, bar, picture.COMMUNICATION, ratio)
+            if figures.step_s is not None:
+                _draw_bar(time, figures.step_s, bar, picture.MEASURED, "")
+    is_over = any(each.planned is not None and each.refused is not None for each in found)
+    over = "\n* more than a device has" if is_over else ""
+    for axes, label in (
+        (memory, f"{name} on the rank that needs most{over}"),
+        (sent, f"{name} sent by a rank\nand ratio at twice the batch"),
+        (time, "seconds of a step"),
+    ):
+        picture.tidy_rows(axes, [each.name for each in found])
+        axes.set_xlabel(label, fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.margins(x=0.2)
+        axes.set_xlim(left=0)
+    handles = picture.patches({HEADINGS[each]: colour_of[each] for each in purposes_of(found)})
+    if is_measured:
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch=HATCH, label="measured"))
+    picture.legend(figure, handles)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+class BarPlace(NamedTuple):
+    """Middle and height of a bar in rows, and its hatching."""
+
+    middle: float
+    height: float
+    hatch: str = ""
+
+
+def bars_of(each: Compared, row: int) -> list[tuple[Figures, BarPlace]]:
+    """Return the figures of a row, planned above measured, with the places of their bars."""
+    if each.planned is None:
+        return []
+    if each.measured is None:
+        return [(each.planned, BarPlace(row, 0.7))]
+    return [(each.planned, BarPlace(row - 0.2, 0.36)), (each.measured, BarPlace(row + 0.2, 0.36, HATCH))]
+
+
+def _short(text: str | None) -> str:
+    """Return a reason as far as it fits."""
+    return "" if text is None else text if len(text) < 60 else f"{text[:58]}…"
+
+
+def _draw_memory(
+    axes: Axes, figures: Figures, bar: BarPlace, colour_of: dict[str, picture.Colour], unit: float, mark: str
+) -> None:
+    left = 0.0
+    for purpose, colour in colour_of.items():
+        width = figures.memory.get(purpose, 0) / unit
+        axes.barh(
+            bar.middle, width, left=left, height=bar.height, color=colour, hatch=bar.hatch, edgecolor="white"
+        )
+        left += width
+    axes.text(left, bar.middle, f" {left:.3g}{mark}", va="center", fontsize=7)
+
+
+def _draw_bar(axes: Axes, value: float, bar: BarPlace, colour: picture.Colour, more: str) -> None:
+    """Draw a bar with its figure, and more words."""
+    axes.barh(bar.middle, value, height=bar.height, color=colour, hatch=bar.hatch, edgecolor="white")
+    axes.text(value, bar.middle, f" {value:.3g}{more}", va="center", fontsize=7)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from hpcpar.algorithms.topology import MessageCost
-from hpcpar.cli import experts_picture, picture
+from hpcpar.cli import picture
 from hpcpar.cli.draw_context import COLOURS
-from hpcpar.errors import HpcparError, LayoutError
+from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel.dispatch import Dispatch, RowMessage, between_nodes, prove, rows_sent, seconds
 from hpcpar.partition import bounds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NUMBER = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0)
@@ -69,12 +73,9 @@ def experts(output: picture.Output | None, **given: Any) -> None:
     goes to each node once. Rows are those of a layer's forward and backward. Each way is proved first: every
     row comes to its expert once, and its output home once.
     """
-    try:
-        drawn = planned(**given)
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
+    drawn = planned(**given)
     click.echo(f"{drawn.title}\n\n{load_chart(drawn.dispatch)}\n\n{table(drawn)}")
-    picture.write(output, lambda: experts_picture.draw(drawn))
+    picture.write(output, lambda: figure_of(drawn))
 
 
 def planned(
@@ -186,3 +187,49 @@ def table(drawn: DrawnExperts) -> str:
 def total(of: DispatchWay) -> str:
     rows, between = sum(map(sum, of.sent)), sum(of.between)
     return f"{of.name}: {rows:,} rows, {between:,} of them between nodes; {of.time_s * 1e6:,.1f} µs"
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def figure_of(drawn: DrawnExperts) -> Figure:
+    """Return a figure of loads, and of rows from rank to rank.
+
+    rows                one stage           two stages
+    ▇                   to 0  1  2  3       to 0  1  2  3
+    ▇ ▅                 0  ·  8 │8  8       0  ·  8 │9  ·
+    ▇ ▅ ▂               1  8  · │8  8       1  8  · │·  9
+    0 1 2 expert        ────────┼─────      ────────┼─────
+    """
+    figure = picture.new_figure(3.7)
+    loads, one, two = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    _draw_loads(loads, drawn.dispatch)
+    most = max(1, *(max(map(max, each.sent)) for each in drawn.ways))
+    for axes, each in zip((one, two), drawn.ways, strict=True):
+        _draw_rows(axes, each, drawn.dispatch.nodes, most)
+    one.set_ylabel("from rank")
+    figure.suptitle(drawn.title, fontsize=10)
+    return figure
+
+
+def _draw_loads(axes: Axes, dispatch: Dispatch) -> None:
+    loads = dispatch.loads
+    colours = [picture.rank_colour(rank) for rank in dispatch.owners]
+    axes.bar(range(len(loads)), loads, color=colours)
+    mean = sum(loads) / len(loads)
+    axes.axhline(mean, color="black", linewidth=0.8, linestyle="--")
+    axes.text(len(loads) - 0.5, mean, "mean", ha="right", va="bottom", fontsize=7)
+    axes.set_xlabel("expert; a colour for each rank")
+    axes.set_ylabel("rows")
+    axes.set_title(balance(loads).replace("; ", "\n", 1), fontsize=8)
+
+
+def _draw_rows(axes: Axes, way: DispatchWay, nodes: tuple[int, ...], most: int) -> None:
+    picture.draw_sent(axes, way.sent, darkest=most * 1.8, written="{:,}".format)
+    for rank in range(1, len(way.sent)):
+        if nodes[rank] != nodes[rank - 1]:
+            axes.axhline(rank - 0.5, color="black", linewidth=1)
+            axes.axvline(rank - 0.5, color="black", linewidth=1)
+    axes.set_xlabel("to rank; lines divide nodes")
+    rows, between = sum(map(sum, way.sent)), sum(way.between)
+    axes.set_title(f"{way.name}: {rows:,} rows,\n{between:,} between nodes", fontsize=9)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpcpar.cli import fsdp_picture, picture
+from hpcpar.cli import picture
 from hpcpar.cli.draw_memory import passes_of
 from hpcpar.cli.draw_overlap import Interval, TimeSpan, common, seconds_of, union
 from hpcpar.cli.draw_overlap import step_of as overlap_of
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
-from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.errors import ConfigError
 from hpcpar.units import format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = 84
 """Of the drawing as text."""
@@ -93,13 +96,10 @@ def fsdp(run: Path, step: int, rank: int, output: picture.Output | None) -> None
     `hpcpar train … optimizer.zero_stage=3 output.timeline_steps=3`. A gather is hidden while the program
     stands still for nothing. On CPUs the same cores do both: what is hidden is waiting, and not the copies.
     """
-    try:
-        found = read(run, step)
-        shown = of_rank(found, rank)
-        click.echo(f"{table(found, step)}\n\n{chart(shown)}")
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
-    picture.write(output, lambda: fsdp_picture.draw(shown, step))
+    found = read(run, step)
+    shown = of_rank(found, rank)
+    click.echo(f"{table(found, step)}\n\n{chart(shown)}")
+    picture.write(output, lambda: figure_of(shown, step))
 
 
 def read(run: Path, step: int) -> list[FsdpStep]:
@@ -208,3 +208,53 @@ def _cell(units: Sequence[UnitPass], passes: Sequence[TimeSpan], cell: Interval)
             spent[letter] += seconds
     spent["·"] = cell[1] - cell[0] - sum(spent.values())
     return max(spent, key=lambda letter: spent[letter])
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+WAITED = picture.ACTIVATIONS
+"""Colour of standing still for a gather."""
+
+HELD = {"": picture.IDLE, "F": picture.FORWARD, "B": picture.BACKWARD}
+
+
+def figure_of(found: FsdpStep, step: int) -> Figure:
+    """Return a figure with a row for each unit.
+
+    layer 0   |~~|FFFF|            ~~~|BBBB|
+    layer 1     ~~~~~~|FFFF|   ~~~|BBBB|           ~ gather under way
+    layer 2         ~~~~~~~|FFFF|BBBB|
+    """
+    names = found.names[:LARGEST]
+    figure = picture.new_figure(1.4 + 0.34 * len(names))
+    axes = figure.subplots()
+    for unit in found.units:
+        if unit.unit not in names:
+            continue
+        row = names.index(unit.unit)
+        parts = parts_of(unit, found.passes)
+        for kind in HELD:  # all of it first
+            picture.draw_spans(axes, row, parts[kind], HELD[kind])
+        picture.draw_spans(axes, row, [(unit.gather.start_s, unit.gather.stop_s)], picture.IDLE, height=0.2)
+        picture.draw_spans(axes, row, unit.in_flight, picture.COMMUNICATION, height=0.4)
+        picture.draw_spans(axes, row, [unit.waited], WAITED, height=0.4)
+    picture.tidy_rows(axes, names)
+    axes.set_xlim(0, found.seconds * 1e3)
+    axes.set_xlabel("ms")
+    hidden = f"{found.hidden_s / found.in_flight_s:.0%}" if found.in_flight_s else "none"
+    axes.set_title(
+        f"step {step} of rank {found.rank}: {len(found.units)} gathers, "
+        f"{found.in_flight_s * 1e3:.1f} ms under way, {hidden} of it hidden",
+        fontsize=10,
+        loc="left",
+    )
+    colours = {
+        "all-gather under way": picture.COMMUNICATION,
+        "stands still for it": WAITED,
+        "held in forward": picture.FORWARD,
+        "in backward": picture.BACKWARD,
+        "memory allocated": picture.IDLE,
+    }
+    picture.legend(figure, picture.patches(colours))
+    return figure

@@ -6,17 +6,22 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpcpar.cli import memory_picture, picture
+from hpcpar.cli import picture
 from hpcpar.cli.draw_overlap import TimeSpan
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
-from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.errors import ConfigError
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.stage_memory import ACTIVATIONS
-from hpcpar.units import format_nbytes
+from hpcpar.units import GiB, MiB, format_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = 72
 """Of the drawing as text."""
@@ -88,13 +93,10 @@ def memory(run: Path, step: int, rank: int, output: picture.Output | None) -> No
     autograd saved; they rise in forward and fall in backward, above weights, gradients and optimizer state.
     Planned figures are those of the run's summary.json, for the fullest rank.
     """
-    try:
-        found = read(run, step)
-        shown = of_rank(found, rank)
-        click.echo(f"{table(found, step)}\n\n{chart(shown)}")
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
-    picture.write(output, lambda: memory_picture.draw(shown, step))
+    found = read(run, step)
+    shown = of_rank(found, rank)
+    click.echo(f"{table(found, step)}\n\n{chart(shown)}")
+    picture.write(output, lambda: figure_of(shown, step))
 
 
 def read(run: Path, step: int) -> list[StepMemory]:
@@ -219,3 +221,80 @@ def chart(found: StepMemory) -> str:
         f"activations of rank {found.rank}, at most {format_nbytes(most)}, in {found.seconds * 1e3:.1f} ms\n"
         f"{cells}\n{passes}\nF forward, B backward, · neither"
     )
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+BAND = 0.04
+"""Height of the band of passes, of the picture's."""
+
+
+def figure_of(found: StepMemory, step: int) -> Figure:
+    """Return a figure of memory over the time of the step.
+
+    GiB  |      /|   - - planned
+         |    _/ |_     activations
+         |___/______|___
+         | optimizer state, gradients, parameters
+           F      B
+    """
+    unit, name = (GiB, "GiB") if found.peak_nbytes >= GiB else (MiB, "MiB")
+    figure = picture.new_figure(4.2)
+    axes = figure.subplots()
+    times = sorted({0.0, found.seconds, *(at for at, _ in (*found.activations, *found.gathered))})
+    layers = [
+        *(
+            (what, [found.state[what]] * len(times), colour)
+            for what, colour in zip(STATE, picture.STATE_COLOURS, strict=True)
+        ),
+        ("activations", [value_at(found.activations, at) for at in times], picture.ACTIVATIONS),
+        ("gathered units", [value_at(found.gathered, at) for at in times], picture.COMMUNICATION),
+    ]
+    under = [0.0] * len(times)
+    milliseconds = [at * 1e3 for at in times]
+    for _, values, colour in layers:
+        over = [below + value / unit for below, value in zip(under, values, strict=True)]
+        axes.fill_between(milliseconds, under, over, step="post", color=colour, linewidth=0)
+        under = over
+    handles: list[Artist] = [
+        *picture.patches({what: colour for what, values, colour in layers if any(values)})
+    ]
+    if found.planned:
+        handles.append(_draw_planned(axes, found, unit))
+    top = max(under) * 1.12
+    _draw_passes(axes, found, top)
+    axes.set_xlim(0, found.seconds * 1e3)
+    axes.set_ylim(0, top)
+    axes.set_xlabel("ms; above: blue forward, orange backward")
+    axes.set_ylabel(f"{name} of rank {found.rank}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"memory of rank {found.rank} in step {step}", fontsize=10, loc="left")
+    picture.legend(figure, handles, columns=3)
+    return figure
+
+
+def _draw_planned(axes: Axes, found: StepMemory, unit: int) -> Artist:
+    """Draw what was planned as a dashed line, and return it."""
+    base = sum(found.planned.get(what, 0.0) for what in STATE)
+    outline = found.planned_activations or [(0.0, 0.0), (found.seconds, 0.0)]
+    (line,) = axes.plot(
+        [at * 1e3 for at, _ in outline],
+        [(base + nbytes) / unit for _, nbytes in outline],
+        color="black",
+        linestyle="--",
+        linewidth=1.2,
+        label="planned for the fullest rank, without gathered units",
+    )
+    return line
+
+
+def _draw_passes(axes: Axes, found: StepMemory, top: float) -> None:
+    for span in found.passes:
+        axes.broken_barh(
+            [(span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3)],
+            (top * (1 - BAND), top * BAND),
+            facecolor=picture.FORWARD if span.name == "F" else picture.BACKWARD,
+            edgecolor="white",
+            linewidth=0.3,
+        )

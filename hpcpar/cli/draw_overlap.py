@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpcpar.cli import overlap_picture, picture
+from hpcpar.cli import picture
 from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, step_of_run
-from hpcpar.errors import HpcparError
 from hpcpar.units import MiB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class TimeSpan(NamedTuple):
@@ -93,12 +96,9 @@ def overlap(run: Path, step: int, output: picture.Output | None) -> None:
     flight from its start to its end, and hidden while the program does something else meanwhile. On CPUs the
     same cores do both: what is hidden is waiting, and not the copies and sums.
     """
-    try:
-        ranks = read(run, step)
-        click.echo(table(ranks, step))
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
-    picture.write(output, lambda: overlap_picture.draw(ranks, step))
+    ranks = read(run, step)
+    click.echo(table(ranks, step))
+    picture.write(output, lambda: figure_of(ranks, step))
 
 
 def read(run: Path, step: int) -> list[RankStep]:
@@ -170,3 +170,66 @@ def table(ranks: Sequence[RankStep], step: int) -> str:
         lines.append(f"{name:<34}{len(spans):>6}{sent:>8.2f} MiB{seconds * 1e3:>9.1f} ms{hidden:>10.0%}")
     lines += ["", "one by one: what the step would take if each communication were awaited at once"]
     return "\n".join(lines)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+COLOUR_OF = {"forward": picture.FORWARD, "backward": picture.BACKWARD, "optimizer": picture.WEIGHTS}
+LARGEST = 8
+"""Ranks that are drawn."""
+
+
+def figure_of(ranks: Sequence[RankStep], step: int) -> Figure:
+    """Return a figure of the step as it was, over the step with one thing after another.
+
+    as it was      rank 0   computing       |forward|backward     |optimizer|
+                            communication          |grad||grad|
+    one by one     rank 0                   |forward|backward|grad|grad|optimizer|
+    """
+    shown = ranks[:LARGEST]
+    figure = picture.new_figure(1.6 + 0.62 * len(shown) * 1.5)
+    was, would = figure.subplots(2, 1, sharex=True, height_ratios=(2 * len(shown), len(shown)))
+    origin_s = min(each.start_s for each in shown)
+    for place, each in enumerate(shown):
+        bars = [(2 * place, span, COLOUR_OF[span.name]) for span in each.compute if span.name in COLOUR_OF]
+        bars += [(2 * place, span, picture.IDLE) for span in each.standing]
+        bars += [(2 * place + 1, span, picture.COMMUNICATION) for span in each.in_flight]
+        for row, span, colour in bars:
+            picture.draw_spans(was, row, [(span.start_s - origin_s, span.stop_s - origin_s)], colour)
+        _one_by_one(would, place, each, sum(durations(ranks, each)))
+    names = [f"rank {each.rank} {what}" for each in shown for what in ("computing", "communication")]
+    saved_s = max(one_by_one_s(ranks, each) for each in shown) - max(each.seconds for each in shown)
+    for axes, labels, title in (
+        (was, names, f"step {step} as it was"),
+        (would, [f"rank {each.rank}" for each in shown], f"one by one: {saved_s * 1e3:.1f} ms longer"),
+    ):
+        picture.tidy_rows(axes, labels)
+        axes.set_title(title, fontsize=9, loc="left", pad=3)
+    would.set_xlabel("ms")
+    colours = {**COLOUR_OF, "communication": picture.COMMUNICATION, "stands still": picture.IDLE}
+    picture.legend(figure, picture.patches(colours))
+    return figure
+
+
+def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) -> None:
+    """Draw computing without its waits, and all communication between backward and optimizer."""
+    standing = union(step.standing)
+
+    def own_s(spans: Sequence[TimeSpan]) -> float:
+        covered = union(spans)
+        return seconds_of(covered) - seconds_of(common(covered, standing))
+
+    at_s = 0.0
+    rest = [span for span in step.compute if span.name not in COLOUR_OF]
+    of = {name: [span for span in step.compute if span.name == name] for name in COLOUR_OF}
+    parts = [
+        (own_s(rest), picture.IDLE),
+        (own_s(of["forward"]), COLOUR_OF["forward"]),
+        (own_s(of["backward"]), COLOUR_OF["backward"]),
+        (communication_s, picture.COMMUNICATION),
+        (own_s(of["optimizer"]), COLOUR_OF["optimizer"]),
+    ]
+    for seconds, colour in parts:
+        picture.draw_spans(axes, place, [(at_s, at_s + seconds)], colour)
+        at_s += seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hpcpar.cli import picture, tp_picture
-from hpcpar.errors import HpcparError
+from hpcpar.cli import picture
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.traffic import (
@@ -25,6 +25,9 @@ from hpcpar.planner.traffic import (
 from hpcpar.units import format_nbytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from hpcpar.comm import Communicator
     from hpcpar.planner.shapes import LlamaConfig
     from hpcpar.tensor_parallel import Split
@@ -129,20 +132,17 @@ def tp(
     Sources: Shoeybi et al. 2019, arXiv 1909.08053, figure 3; Korthikanti et al. 2022, arXiv 2205.05198,
     figure 5.
     """
-    try:
-        shape = ModelShape.named(model)
-        tokens = sequence or min(shape.max_sequence, LONGEST_SEQUENCE)
-        size = Microbatch(microbatch, tokens)
-        layers = built(shape.as_llama(), tp, size, precision=precision, sequence_parallel=sequence_parallel)
-    except HpcparError as error:
-        raise click.ClickException(str(error)) from error
+    shape = ModelShape.named(model)
+    tokens = sequence or min(shape.max_sequence, LONGEST_SEQUENCE)
+    size = Microbatch(microbatch, tokens)
+    layers = built(shape.as_llama(), tp, size, precision=precision, sequence_parallel=sequence_parallel)
     parallel = "tensor and sequence parallel" if sequence_parallel else "tensor parallel"
     title = f"{shape.name}, {parallel} over {tp} ranks: {microbatch} x {tokens} tokens in {precision}"
     click.echo(title)
     for layer in layers:
         click.echo(f"\n{weights_table(layer)}\n\n{edges_table(layer)}")
     click.echo("\nweights are [outputs, inputs]; column: outputs are divided, row: inputs are")
-    picture.write(output, lambda: tp_picture.draw(layers, title))
+    picture.write(output, lambda: figure_of(layers, title))
 
 
 def built(
@@ -252,3 +252,138 @@ def edges_table(layer: DrawnLayer) -> str:
             lines.append(f"{name:<18}{one:<28}{other:<28}{sent:>12}".rstrip())
     total = format_nbytes(sum(edge.sent_nbytes for edge in layer.edges))
     return "\n".join([*lines, f"{'the layer':<74}{total:>12}"])
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+PANEL = 2.15
+"""Inches of each part's panel, upwards."""
+
+LONGEST, SHORTEST = 1.0, 0.30
+"""Inches of the largest dim of a matrix, and at least of any."""
+
+BOX = 1.65
+"""Inches of an edge's text."""
+
+NAMED = 8
+"""Ranks that the legend names."""
+
+
+def figure_of(layers: Sequence[DrawnLayer], title: str) -> Figure:
+    """Return a figure with a panel for each part of a layer.
+
+    X ── f ──  │0│1│2│3│  ──  |===0===|  ── g ── Z
+               │ │ │ │ │      |===1===|
+               columns        |===2===|
+    """
+    panels = [
+        (layer, part)
+        for layer in layers
+        for part in dict.fromkeys(each.part for each in layer.weights)
+        # Attention is the same in all layers.
+        if not (part == "attention" and layer is not layers[0])
+    ]
+    figure = picture.new_figure(0.75 + PANEL * len(panels))
+    for axes, (layer, part) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        weights = [each for each in layer.weights if each.part == part]
+        _draw_part(axes, part, weights, [edge for edge in layer.edges if edge.part == part])
+    figure.suptitle(title, fontsize=10)
+    size = max(each.split.size for layer in layers for each in layer.weights if each.split is not None)
+    named = {f"rank {rank}": picture.rank_colour(rank) for rank in range(min(size, NAMED))} | {
+        "on every rank": picture.IDLE
+    }
+    picture.legend(figure, picture.patches(named), title="weights as in X·W: inputs down, outputs across")
+    return figure
+
+
+def _draw_part(axes: Axes, part: str, weights: Sequence[SplitWeight], edges: Sequence[Edge]) -> None:
+    axes.set_xlim(0, picture.WIDTH_INCHES)
+    axes.set_ylim(0, PANEL)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    axes.text(0.05, PANEL - 0.05, part, fontsize=10, fontweight="bold", va="top")
+    largest = max(max(each.whole) for each in weights)
+    middle = PANEL / 2 - 0.1
+    at = 0.1
+    axes.text(at, middle, "X", ha="center", va="center", fontsize=11)
+    at += 0.2
+    enter, *leave = edges
+    at = _edge(axes, at, middle, enter) + 0.2
+    before = [each for each in weights if each.direction != "row"]
+    for each in before:
+        at = _matrix(axes, at, middle, each, largest) + 0.18
+    for each in weights:
+        if each.direction == "row":
+            at = _matrix(axes, at + 0.1, middle, each, largest) + 0.2
+    for edge in leave:
+        at = _edge(axes, at, middle, edge) + 0.2
+    axes.text(at, middle, "Z", ha="center", va="center", fontsize=11)
+
+
+def _edge(axes: Axes, at: float, middle: float, edge: Edge) -> float:
+    """Draw a box with the collectives of an edge; return where it ends."""
+    from matplotlib.patches import FancyBboxPatch
+
+    lines = ["forward:", *words(edge.forward), "backward:", *words(edge.backward)]
+    if edge.name:
+        lines.insert(0, "")
+    height = 0.17 * len(lines) + 0.1
+    axes.add_patch(
+        FancyBboxPatch(
+            (at + 0.05, middle - height / 2),
+            BOX - 0.1,
+            height,
+            boxstyle="round,pad=0.03",
+            fill=False,
+            edgecolor=picture.COMMUNICATION,
+        )
+    )
+    axes.text(
+        at + BOX / 2,
+        middle + height / 2 - 0.03,
+        edge.name,
+        ha="center",
+        va="top",
+        fontsize=11,
+        fontweight="bold",
+    )
+    axes.text(at + BOX / 2, middle, "\n".join(lines), ha="center", va="center", fontsize=8, linespacing=1.25)
+    return at + BOX
+
+
+def _matrix(axes: Axes, at: float, middle: float, weight: SplitWeight, largest: int) -> float:
+    """Draw Wᵀ, inputs down and outputs across, with each rank's part in its colour; return where it ends.
+
+    Sides grow as the square roots of the dims, so that the narrow projections of keys and values are seen.
+    """
+    from matplotlib.patches import Rectangle
+
+    outputs, inputs = weight.whole
+    width, height = (max(SHORTEST, LONGEST * math.sqrt(dim / largest)) for dim in (outputs, inputs))
+    bottom = middle - height / 2
+    if weight.direction == "whole" or weight.split is None:
+        axes.add_patch(Rectangle((at, bottom), width, height, facecolor=picture.IDLE, edgecolor="white"))
+    else:
+        for rank, part in enumerate(weight.split.parts):
+            if weight.split.replicas[rank]:
+                continue
+            for start, stop in part:
+                begin, long = start / weight.split.length, (stop - start) / weight.split.length
+                if weight.direction == "column":
+                    place, sides = (at + begin * width, bottom), (long * width, height)
+                else:
+                    place, sides = (at, bottom + (1 - begin - long) * height), (width, long * height)
+                axes.add_patch(
+                    Rectangle(
+                        place, *sides, facecolor=picture.rank_colour(rank), edgecolor="white", linewidth=0.5
+                    )
+                )
+    name = "router" if weight.name == "mlp.gate" else weight.name.rpartition(".")[2].removesuffix("_proj")
+    copies = f" x {weight.copies}" if weight.copies > 1 else ""
+    axes.text(at + width / 2, bottom + height + 0.05, name + copies, ha="center", va="bottom", fontsize=8)
+    told = [str(outputs), f"x {inputs}"]
+    if weight.ranks_alike > 1:
+        told.append(f"each on {weight.ranks_alike}")
+    axes.text(at + width / 2, bottom - 0.05, "\n".join(told), ha="center", va="top", fontsize=7, color="0.3")
+    return at + width

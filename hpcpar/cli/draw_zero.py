@@ -88,7 +88,7 @@ def zero(
     found = stages(parameters, ranks, precision=precision, optimizer=optimizer, microbatches=microbatches)
     title = f"{parameters:,} parameters in {precision}, {optimizer}, {ranks} ranks"
     click.echo(f"{title}\n\n{table(found, ranks, precision)}")
-    picture.write(output, lambda: draw(found, title))
+    picture.write(output, lambda: figure_of(found, title))
 
 
 def table(found: Sequence[ZeroStageMemory], ranks: int, precision: str) -> str:
@@ -102,7 +102,7 @@ def table(found: Sequence[ZeroStageMemory], ranks: int, precision: str) -> str:
     return "\n".join([*lines, "", "sent: by each rank in a step"])
 
 
-def draw(found: Sequence[ZeroStageMemory], title: str) -> Figure:
+def figure_of(found: Sequence[ZeroStageMemory], title: str) -> Figure:
     """Return a figure with a bar for each stage."""
     figure = picture.new_figure(2.8)
     axes = figure.subplots()

@@ -15,23 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError
-from hpcpar.launch.settings import machine_file
 from hpcpar.planner.approaches import approaches
-from hpcpar.planner.memory import STATE
-from hpcpar.planner.stage_memory import ACTIVATIONS
 from hpcpar.training.config import Config, parse
-from hpcpar.training.prediction import Prediction, predict
+from hpcpar.training.prediction import Prediction, own_machine, predict
 from hpcpar.training.traffic_report import TrafficLine, gather_traffic
 from hpcpar.training.trainer import Run
-from hpcpar.units import format_duration, format_nbytes
 
 MODEL = """
 [model]
@@ -103,7 +95,7 @@ def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Mea
         config,
         run.model.config,
         run.mesh.layout,
-        machine=_machine(),
+        machine=own_machine(),
         memory=memory,
         traffic=[line.with_sent(line.nbytes_sent - nbytes) for line, nbytes, _ in own],
         step_s=statistics.median(seconds),
@@ -184,42 +176,3 @@ def configured(
 
 def _counts(lines: Sequence[TrafficLine]) -> Mapping[tuple[str, str], tuple[int, int]]:
     return {(line.communicator, line.collective): (line.nbytes_sent, line.calls) for line in lines}
-
-
-def _machine() -> Path | None:
-    try:
-        return machine_file()
-    except ConfigError:  # a user without a home
-        return None
-
-
-def table(found: Sequence[Measured], *, title: str) -> Table:
-    """Return all approaches as a table: what was measured, and under it what the planner says."""
-    shown = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("", no_wrap=True)
-    headings = ("weights", "gradients", "optimizer", "activations", "sent", "calls", "step")
-    for heading in (*headings, "sent x2", "step x2"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for each in found:
-        of = {line.what: line for line in each.prediction.lines}
-        memory = [of[what] for what in (*STATE, ACTIVATIONS)]
-        twice = ("", "") if each.twice is None else (f"{ratio:.2f}" for ratio in each.twice)
-        shown.add_row(
-            each.name,
-            *(format_nbytes(line.measured or 0) for line in memory),
-            format_nbytes(each.nbytes_sent),
-            f"{each.calls:,.0f}",
-            format_duration(each.step_s),
-            *twice,
-        )
-        sent, step = of["bytes sent"].predicted, of["step"].predicted
-        shown.add_row(
-            f"  planner: {each.layout}",
-            *("-" if line.predicted is None else format_nbytes(line.predicted) for line in memory),
-            "-" if sent is None else format_nbytes(sent / len(each.steps_s)),
-            "",
-            "-" if step is None else format_duration(step),
-            style="dim",
-        )
-    shown.width = Console(width=1000).measure(shown).maximum  # else columns are cut to a terminal's width
-    return shown

@@ -1,14 +1,13 @@
 """Rules of composition: which features of a run cannot be together, why, and the nearest that can.
 
-`require_composition(config, layout)` is called on every rank before anything starts. `FEATURES` names
-what can be combined; docs/composition.md and the pairwise tests are made from it and from the rules.
+`require_composition(config, layout)` is called on every rank before anything starts. docs/composition.md and
+the pairwise tests are made from these rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpcpar.context_parallel import METHODS
 from hpcpar.errors import ConfigError
 from hpcpar.planner.layout import Layout
 from hpcpar.planner.rules import SPLIT_BACKWARD
@@ -169,64 +168,3 @@ def require_heads_to_exchange(config: Config, tp: int, cp: int, exchanging: int)
         f"(context_parallel.method = {method!r}); make it {f'{below} or ' if below else ''}{below + unit}, "
         f"set {change} to {' or '.join(map(str, fitting))}, or take the method 'exchange'"
     )
-
-
-# --- what can be combined -----------------------------------------------------------------------------
-
-Options = tuple[str, ...]
-
-EXPERTS: Options = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.ffn_size=8")
-
-_ZERO: dict[str, Options] = {
-    f"ZeRO-{stage}{kind}": (f"optimizer.zero_stage={stage}", "train.microbatch=1", *options)
-    for kind, options in (
-        ("", ("mesh.dp=2",)),
-        (" HSDP", ("mesh.dp=4", "mesh.dp_shard=2")),
-        (" shared", ("mesh.dp=2", "optimizer.shared_parameters=true")),
-    )
-    for stage in (1, 2, 3)
-} | {
-    "ZeRO-3 kept": (
-        *("optimizer.zero_stage=3", "optimizer.reshard=step"),
-        *("train.microbatch=1", "mesh.dp=2"),
-    )
-}
-
-FEATURES: dict[str, dict[str, Options]] = {
-    "data parallel": {"dp": ("mesh.dp=2",)},
-    "zero": _ZERO,
-    "tensor parallel": {
-        "tp": ("mesh.tp=2",),
-        "tp + sp": ("mesh.tp=2", "tensor_parallel.sequence_parallel=true"),
-    },
-    "context parallel": {
-        f"cp {method}": ("mesh.cp=2", f"context_parallel.method={method}")
-        + (("context_parallel.inner=1",) if "+" in method else ())
-        for method in METHODS
-    },
-    "experts": {
-        "experts": EXPERTS,
-        "ep": ("mesh.ep=2", *EXPERTS),
-        "etp": ("mesh.tp=2", "mesh.etp=2", *EXPERTS),
-    },
-    "pipeline": {
-        f"pp {schedule}": ("mesh.pp=2", f"pipeline.schedule={schedule}", "train.microbatch=1")
-        for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-    },
-    "recomputation": {f"recompute {kind}": (f"train.recompute={kind}",) for kind in ("selective", "full")},
-    "precision": {name: (f"train.precision={name}",) for name in ("bfloat16", "float16")},
-    "accumulation": {"accumulation": ("train.microbatch=1",)},
-    "embeddings": {"tied embeddings": ("model.tie_embeddings=true",)},
-    "optimizer state": {"offload": ("optimizer.offload=cpu",)},
-    "optimizer": {name: (f"optimizer.name={name}",) for name in ("sgd", "adamw", "muon")},
-}
-"""By dimension, of which a run takes one or none: the features, and their options on 2 ranks of each axis."""
-
-
-def smallest_layout(config: Config) -> Layout:
-    """Return the layout of a configuration on as few ranks as can be; ep adds to dp what it needs."""
-    degrees = config.mesh.model_dump()
-    if degrees["dp"] == -1:
-        others = degrees["cp"] * degrees["tp"] // degrees["etp"]
-        degrees["dp"] = -(-degrees["ep"] // others)
-    return Layout.fit(degrees["pp"] * degrees["dp"] * degrees["cp"] * degrees["tp"], **degrees)

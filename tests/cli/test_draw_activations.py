@@ -8,7 +8,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from hpcpar.bench.layer_activations import MeasuredActivations
-from hpcpar.cli.activation_picture import draw
+from hpcpar.cli.draw_activations import figure_of
 from hpcpar.planner.activations import TECHNIQUES, LayerShape
 from hpcpar.units import MiB
 from tests.command import Output
@@ -33,7 +33,7 @@ def test_a_bar_is_as_long_as_the_bytes_that_it_stands_for() -> None:
         MeasuredActivations("none", "f", 5 * MiB, {"between the blocks": 1 * MiB, "attention core": 3 * MiB}),
         MeasuredActivations("full", "2sbh", 2 * MiB, {"layer's input": 2 * MiB}),
     ]
-    (axes,) = draw(kept, LayerShape(32, 1, 32, 4), 2).axes
+    (axes,) = figure_of(kept, "").axes
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches if isinstance(bar, Rectangle)]
     assert bars == [(0, 5), (0, 1), (1, 3), (0, 2), (0, 2)]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.cli.context_picture import draw
-from hpcpar.cli.draw_context import planned
+from hpcpar.cli.draw_context import figure_of, planned
 from tests.command import Output
 
 COMMAND = ("draw", "context")
@@ -73,7 +72,7 @@ def test_the_picture_has_the_mask_and_what_is_sent(method: str, inner: int | Non
     mask = {"length": None, "window": None, "documents": (7, 5), "full": False}
     heads = {"heads": 4, "kv_heads": None, "head_size": 1}
     found = planned(method, 4, inner, False, **mask, **heads)
-    pixels, *sends = draw(found).axes
+    pixels, *sends = figure_of(found).axes
     coloured = (pixels.images[0].get_array() < 1).any(axis=-1)
     assert coloured.tolist() == [
         [key <= query and (key < 7) == (query < 7) for key in range(12)] for query in range(12)

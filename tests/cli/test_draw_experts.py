@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.cli.draw_experts import planned
-from hpcpar.cli.experts_picture import draw
+from hpcpar.cli.draw_experts import figure_of, planned
 from tests.command import Output
 
 COMMAND = ("draw", "experts")
@@ -65,7 +64,7 @@ def test_no_tokens_send_nothing(output: Output) -> None:
 def test_the_picture_has_the_loads_and_the_rows(ranks: int) -> None:
     links = {f"{sign}_{where}": 1e-6 for sign in ("alpha", "beta") for where in ("intra", "inter")}
     found = planned(ranks, 2, 8, 2, 64, 0.5, 0, sum_on_node=False, row_bytes=8, **links)
-    loads, *ways = draw(found).axes
+    loads, *ways = figure_of(found).axes
     assert [bar.get_height() for bar in loads.containers[0]] == list(found.dispatch.loads)
     for axes, way in zip(ways, found.ways, strict=True):
         (image,) = axes.images

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.patches import Polygon
 
-from hpcpar.cli.mesh_picture import draw
+from hpcpar.cli.draw_mesh import figure_of
 from hpcpar.cli.picture import rank_colour
 from hpcpar.planner.layout import Layout
 from tests.command import Output
@@ -41,7 +41,7 @@ def test_sets_of_shards_and_experts(output: Output) -> None:
 
 
 def test_a_picture_has_a_cube_for_each_rank_in_its_nodes_colour(output: Output, tmp_path: Path) -> None:
-    (axes,) = draw(Layout(pp=2, dp=2, tp=2), [0, 0, 0, 1, 1, 1, 1, 1]).axes
+    (axes,) = figure_of(Layout(pp=2, dp=2, tp=2), [0, 0, 0, 1, 1, 1, 1, 1]).axes
     assert {text.get_text() for text in axes.texts} == {*map(str, range(8)), "pp", "dp", "tp"}
     cubes = [each.get_facecolor()[:3] for each in axes.patches if isinstance(each, Polygon)]
     assert [cubes.count(rank_colour(node)) for node in (0, 1)] == [3, 5]  # the full face of each

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcpar.cli.draw_overlap import read
-from hpcpar.cli.overlap_picture import draw
+from hpcpar.cli.draw_overlap import figure_of, read
 from hpcpar.cli.picture import BACKWARD, COMMUNICATION, FORWARD, IDLE, WEIGHTS
 from tests.command import Output
 
@@ -52,7 +51,7 @@ def test_a_step_by_hand(timeline: Path, output: Output) -> None:
 
 def test_bars_are_as_long_as_what_they_stand_for(timeline: Path) -> None:
     lasted: dict[Any, float] = defaultdict(float)
-    as_it_was, one_by_one = draw(read(timeline, 1), 1).axes
+    as_it_was, one_by_one = figure_of(read(timeline, 1), 1).axes
     for bar in as_it_was.collections:
         lasted[tuple(bar.get_facecolor()[0][:3])] += bar.get_paths()[0].get_extents().width
     assert lasted == pytest.approx(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcpar.cli.draw_zero import draw, stages
+from hpcpar.cli.draw_zero import figure_of, stages
 from hpcpar.units import GiB
 from tests.command import Output
 
@@ -28,7 +28,7 @@ def test_traffic_counts_microbatches(output: Output) -> None:
 
 def test_bars_are_parameters_gradients_and_state_by_stage(output: Output, tmp_path: Path) -> None:
     found = stages(GiB, 4, precision="bfloat16", optimizer="adamw", microbatches=1)
-    (axes,) = draw(found, "").axes
+    (axes,) = figure_of(found, "").axes
     widths = [[bar.get_width() for bar in of_part] for of_part in axes.containers]
     assert widths == [[2, 2, 2, 0.5], [2, 2, 0.5, 0.5], [12, 3, 3, 3]]
     output("--output", tmp_path / "zero.svg")

@@ -40,8 +40,8 @@ def test_help_names_every_command_and_imports_none_of_them() -> None:
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_is_there_and_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module, attribute, _ = COMMANDS[name]
-    assert isinstance(getattr(importlib.import_module(module), attribute), click.Command)
+    module, _ = COMMANDS[name]
+    assert isinstance(getattr(importlib.import_module(f"hpcpar.cli.{module}"), name), click.Command)
     assert status_of(name, "--help") == 0
     assert f"hpcpar {name}" in capsys.readouterr().out
 

@@ -7,9 +7,10 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from docs.composition import FEATURES, Options, smallest_layout
 from hpcpar.errors import HpcparError
 from hpcpar.training import parse
-from hpcpar.training.composition import FEATURES, Options, refusal, smallest_layout
+from hpcpar.training.composition import refusal
 
 Choice = Mapping[str, str]
 """By dimension, the name of a feature; "" = none of them."""

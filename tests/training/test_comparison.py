@@ -1,16 +1,13 @@
-"""Approaches compared on one model: exact bytes and memory, what grows with the batch, and the table."""
+"""Approaches compared on one model: exact bytes and memory, and what grows with the batch."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from rich.console import Console
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import ConfigError
 from hpcpar.planner.memory import STATE
-from hpcpar.training.comparison import MODEL, Measured, compare, table
+from hpcpar.training.comparison import MODEL, Measured, compare
 
 pytestmark = pytest.mark.timeout(300)  # of which most is for machines that do other work, too
 
@@ -46,16 +43,6 @@ def test_what_grows_with_the_batch_is_told_apart_from_what_does_not(found: list[
     # A step of ZeRO-2 with k microbatches sends (k + 1)Φ: twice 2 microbatches are 5 Φ in place of 3.
     expected = {"data parallel": 1, "ZeRO-2": 5 / 3, "tensor parallel": 2, "pipeline": 2}
     assert grows == pytest.approx(expected, rel=0.01)
-
-
-def test_the_table_has_a_line_of_each_and_one_of_the_planner(found: list[Measured]) -> None:
-    console = Console(width=200)
-    with console.capture() as shown:
-        console.print(table(found, title="Approaches"))
-    lines = shown.get().splitlines()
-    assert sum(line.lstrip().startswith("planner: ") for line in lines) == len(NAMES)
-    assert all(any(line.startswith(name) for line in lines) for name in NAMES)
-    assert json.loads(json.dumps(found[0].as_record()))["name"] == NAMES[0]
 
 
 def test_an_unknown_approach_is_refused_with_the_known_ones() -> None:
