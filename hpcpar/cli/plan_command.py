@@ -204,7 +204,7 @@ def request_of(run: PlannedRun, options: PlanOptions) -> PlanRequest:
     sequence = options.sequence or run.sequence or min(run.model.max_sequence, LONGEST_SEQUENCE)
     batch = options.batch or run.global_batch or max(1, TOKENS_PER_STEP // sequence)
     peaks = list(cluster.device.peak_flops)
-    usual = "bfloat16" if "bfloat16" in peaks and cluster.device.units > 1 else peaks[0]
+    usual = "bfloat16" if "bfloat16" in peaks and not cluster.device.on_host else peaks[0]
     fixed = {**(run.fixed if options.as_written else {}), **fixed_by(options.fix)}
     precision = options.precision or run.precision or usual
     return PlanRequest(run.model, cluster, batch, sequence, precision, fixed, software)

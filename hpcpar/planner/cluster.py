@@ -16,22 +16,22 @@ GB = 1e9 bytes, GiB = 2**30 bytes. Bandwidths are of one direction.
 from __future__ import annotations
 
 import difflib
-import sys
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpcpar.errors import ConfigError, did_you_mean
+from hpcpar.planner.read_input import finite_number, read_table, whole_number
+from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.units import GB, GiB
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MACHINES = Path(__file__).with_name("machines")
 """Directory of the machine files that come with hpcpar."""
+
+PLANNED_TYPES = (*ITEMSIZE, "float8")
+"""Types of parameters that can be planned; a machine's peaks of others (int8, float4) are for inference."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,7 @@ class Cluster:
     @classmethod
     def read(cls, path: Path) -> Cluster:
         """Read a machine's file; ConfigError where it is no such file, or lacks a key."""
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"machine file {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"machine file {path} is no TOML: {error}") from error
-        return cls.from_table(table, where=str(path), name=path.stem)
+        return cls.from_table(read_table(path, "machine file"), where=str(path), name=path.stem)
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], *, where: str, name: str) -> Cluster:
@@ -188,8 +182,8 @@ class Cluster:
         return cls(
             name=str(table.get("name", name)),
             device=_device(read, device),
-            devices_per_node=int(read.number(table, "devices_per_node", "")),
-            nodes=int(read.number(table, "nodes", "")),
+            devices_per_node=read.whole(table, "devices_per_node", ""),
+            nodes=read.whole(table, "nodes", ""),
             node=_link(read, read.table(links, "node", "links."), "node"),
             fabric=_link(read, read.table(links, "fabric", "links."), "fabric"),
             host_memory_nbytes=int(GiB * read.number(host, "memory_gib", "host.", default=0)),
@@ -241,36 +235,56 @@ class _Reader:
         return found
 
     def number(
-        self, table: Mapping[str, Any], key: str, prefix: str, *, default: float | None = None
+        self,
+        table: Mapping[str, Any],
+        key: str,
+        prefix: str,
+        *,
+        default: float | None = None,
+        at_most: float = math.inf,
     ) -> float:
+        """Return a finite number above 0; or 0, where that is the default."""
+        found = self._value(table, key, prefix, default)
+        return finite_number(found, self._name(prefix, key), or_zero=default == 0, at_most=at_most)
+
+    def whole(self, table: Mapping[str, Any], key: str, prefix: str, *, default: int | None = None) -> int:
+        return whole_number(self._value(table, key, prefix, default), self._name(prefix, key))
+
+    def _value(self, table: Mapping[str, Any], key: str, prefix: str, default: object) -> object:
         found = table.get(key, default)
         if found is None:
             raise ConfigError(f"machine file {self._where} lacks {prefix}{key}; give it a number")
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 0:
-            raise ConfigError(
-                f"machine file {self._where}: {prefix}{key} = {found!r} must be a number of at least 0"
-            )
-        if default is None and found == 0:
-            raise ConfigError(f"machine file {self._where}: {prefix}{key} = 0 must be greater than 0")
-        return float(found)
+        return found
+
+    def _name(self, prefix: str, key: str) -> str:
+        return f"machine file {self._where}: {prefix}{key}"
 
 
 def _device(read: _Reader, table: Mapping[str, Any]) -> Device:
     peaks = read.table(table, "peak_tflops", "device.")
-    if not peaks:
-        raise ConfigError(f"machine file {read._where} lacks device.peak_tflops; give at least one type")
+    known_peaks = [each for each in peaks if each in PLANNED_TYPES]
+    if not known_peaks:
+        raise ConfigError(
+            f"machine file {read._where} lacks device.peak_tflops of a type to train in; give one of "
+            + ", ".join(PLANNED_TYPES)
+        )
     shares = read.table(table, "efficiency", "device.")
     known = tuple(Efficiency.__dataclass_fields__)
     read.only(shares, "device.efficiency.", known)
     return Device(
         name=str(table.get("name", "device")),
         memory_nbytes=int(GiB * read.number(table, "memory_gib", "device.")),
-        peak_flops={each: 1e12 * read.number(peaks, each, "device.peak_tflops.") for each in peaks},
+        peak_flops={each: 1e12 * read.number(peaks, each, "device.peak_tflops.") for each in known_peaks},
         memory_bandwidth=GB * read.number(table, "memory_gb_per_s", "device."),
         efficiency=Efficiency(
-            **{key: read.number(shares, key, "device.efficiency.", default=0.0) for key in shares}
+            **{
+                key: read.number(shares, key, "device.efficiency.", default=0)
+                if key == "depth"
+                else read.number(shares, key, "device.efficiency.", at_most=1)
+                for key in shares
+            }
         ),
-        units=int(read.number(table, "units", "device.", default=1)) or 1,
+        units=read.whole(table, "units", "device.", default=1),
         launch_s=1e-6 * read.number(table, "launch_us", "device.", default=0),
         on_host=read.switch(table, "on_host", "device."),
         ranks_per_core=max(1.0, read.number(table, "ranks_per_core", "device.", default=1)),

@@ -20,6 +20,7 @@ from typing import Any
 
 from hpcpar.errors import ConfigError
 from hpcpar.planner.cluster import Cluster
+from hpcpar.planner.read_input import finite_number, read_table
 from hpcpar.planner.software import Software
 
 SETS = Path(__file__).with_name("fitted")
@@ -45,6 +46,9 @@ WIDTHS: dict[str, float] = {
     "software.step_s": 0.7,
 }
 """Constants that are fitted, and the standard deviation of the logarithm of their factor beforehand."""
+
+MAY_BE_ZERO = {name for name in WIDTHS if name.endswith((".alpha_s", ".launch_s", ".step_s", ".depth"))}
+"""Times that a machine or program may not have, and the depth at which products reach half their rate."""
 
 CAUCHY = 0.03
 SIGMA = 0.03
@@ -103,18 +107,17 @@ def read_constants(name: str) -> dict[str, float]:
     """Read a set that comes with hpcpar by its name, or a .json file; ConfigError with the list of sets."""
     path = Path(name) if name.endswith(".json") else SETS / f"{name}.json"
     known = sorted(each.stem for each in SETS.glob("*.json"))
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
-            f"no set of constants {name!r} ({error.strerror}); there are {', '.join(known)}, or the path of "
-            "a .json file"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"constants {path} is no JSON: {error}") from error
-    if not isinstance(table, Mapping) or not all(isinstance(each, (int, float)) for each in table.values()):
+            f"no set of constants {name!r}; there are {', '.join(known)}, or the path of a .json file"
+        )
+    table = read_table(path, "constants")
+    if not isinstance(table, Mapping):
         raise ConfigError(f"constants {path} must be one object of numbers, as written by --save-constants")
-    return {str(key): float(value) for key, value in table.items()}
+    return {
+        key: finite_number(value, f"constants {path}: {key}", or_zero=key in MAY_BE_ZERO)
+        for key, value in table.items()
+    }
 
 
 # --- fit ------------------------------------------------------------------------------------------

@@ -13,22 +13,17 @@ E experts, k experts of a token.
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpcpar.errors import ConfigError, did_you_mean
 from hpcpar.planner.experts import Experts
+from hpcpar.planner.read_input import finite_number, read_table, whole_number
 from hpcpar.planner.shapes import PRESETS, LlamaConfig, QueryKeyNorm
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Split = Literal["column", "row", "whole"]
 """How tp divides a matrix: its outputs, its inputs, or not at all."""
@@ -64,7 +59,7 @@ class MatrixProduct:
 class LatentAttention:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    query_rank   width of the queries' latent vector; key_value_rank that of keys and values
+    query_rank   width of the queries' latent vector, 0 = they have none; key_value_rank: of keys and values
     plain        part of a query head without, rotary with, rotary embedding; value: width of a value head
     """
 
@@ -73,6 +68,17 @@ class LatentAttention:
     plain: int
     rotary: int
     value: int
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            whole_number(getattr(self, one.name), f"latent.{one.name}", 0 if one.name == "query_rank" else 1)
+
+
+SIZES = (
+    *("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size"),
+    "max_sequence",
+)
+"""Fields of a shape that are whole numbers of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class ModelShape:
     experts          a mixture in place of the feed-forward, in all layers but the first_dense ones
     latent           latent attention; None = heads of keys and values
     dropout          probability, in training, of the attention's shares and of what is added to the residual
+    beyond_trainer   features of a Hugging Face model that these sizes do not tell, and no model of ours has
+    errors           ConfigError for sizes that are no whole numbers, or do not fit each other
     """
 
     name: str
@@ -104,6 +112,29 @@ class ModelShape:
     qk_norm: QueryKeyNorm = "none"
     dropout: float = 0.0
     max_sequence: int = 4096
+    beyond_trainer: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            whole_number(getattr(self, name), name)
+        whole_number(self.positions, "positions", 0)
+        for name in ("gated", "layer_norm", "tie_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be true or false")
+        if self.qk_norm not in get_args(QueryKeyNorm):
+            raise ConfigError(f"qk_norm = {self.qk_norm!r}; there are {', '.join(get_args(QueryKeyNorm))}")
+        if finite_number(self.dropout, "dropout", or_zero=True) >= 1:
+            raise ConfigError(f"dropout = {self.dropout} must be a probability from 0 to below 1")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads = {self.heads} is no multiple of kv_heads = {self.kv_heads}: each head of keys and "
+                "values serves the same number of query heads"
+            )
+        if self.experts is not None and self.experts.first_dense >= self.layers:
+            raise ConfigError(
+                f"experts.first_dense = {self.experts.first_dense} leaves none of layers = {self.layers} "
+                f"with experts; choose {self.layers - 1} or fewer, or leave the experts out"
+            )
 
     @classmethod
     def gpt(
@@ -111,7 +142,7 @@ class ModelShape:
     ) -> ModelShape:
         """Return a GPT as in the Megatron papers: F = 4H, LayerNorm, learned positions, dropout."""
         return cls(
-            *(name, vocab, hidden, layers, heads, heads, hidden // heads, 4 * hidden),
+            *(name, vocab, hidden, layers, heads, heads, usual_head_size(hidden, heads), 4 * hidden),
             gated=False,
             layer_norm=True,
             positions=positions,
@@ -151,6 +182,8 @@ class ModelShape:
     @property
     def untrained(self) -> str | None:
         """Name of a feature that no model of hpcpar's trainer has; None: it can be trained."""
+        if self.beyond_trainer is not None:
+            return self.beyond_trainer
         if self.latent is not None:
             return "latent attention"
         return None if self.gated and not self.layer_norm else "the feed-forward and norms of GPT"
@@ -189,9 +222,14 @@ class ModelShape:
         latent = self.latent
         wide = heads * (latent.plain + latent.rotary)
         key_values = latent.key_value_rank + latent.rotary
+        queries: tuple[MatrixProduct, ...] = (MatrixProduct("queries", hidden, wide, "column"),)
+        if latent.query_rank:
+            queries = (
+                MatrixProduct("query latent", hidden, latent.query_rank, "whole"),
+                MatrixProduct("queries", latent.query_rank, wide, "column"),
+            )
         return (
-            MatrixProduct("query latent", hidden, latent.query_rank, "whole"),
-            MatrixProduct("queries", latent.query_rank, wide, "column"),
+            *queries,
             MatrixProduct("key-value latent", hidden, key_values, "whole"),
             MatrixProduct(
                 "keys, values", latent.key_value_rank, heads * (latent.plain + latent.value), "column"
@@ -332,6 +370,15 @@ class ModelShape:
         return (layers + self.head_product.flops) * (3 if backward else 1)
 
 
+def usual_head_size(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ConfigError(
+            f"hidden_size = {hidden} does not divide among heads = {heads}; choose heads that divide it, or "
+            "give the size of a head"
+        )
+    return hidden // heads
+
+
 def _gpt(name: str, hidden: int, heads: int, layers: int) -> ModelShape:
     return ModelShape.gpt(name, hidden=hidden, heads=heads, layers=layers)
 
@@ -364,20 +411,44 @@ PUBLISHED: dict[str, ModelShape] = {
 
 # --- files ----------------------------------------------------------------------------------------
 
+TRAINER_SECTIONS = (
+    *("model", "data", "train", "optimizer", "schedule", "mesh", "pipeline", "output", "recipe", "stage"),
+    *("tensor_parallel", "context_parallel", "expert_parallel"),
+)
+"""Tables of the trainer's file. A file with one of them, but without [model], has its default model."""
+
+OWN_FIELDS = {"gated", "layer_norm", "positions", "latent"}
+"""Fields that the trainer's [model] lacks: a table with one of them has our fields."""
+
+
+@contextmanager
+def naming_file(where: object) -> Iterator[None]:
+    """Let errors of what a model's file says begin with its path."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"model file {where}: {error}") from error
+
+
+def model_section(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the [model] of a file: {} for the trainer's default, or the whole of a file without tables."""
+    if "model" not in table and not table.keys() & set(TRAINER_SECTIONS):
+        return table
+    section = table.get("model", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'model = {section!r} must be a table: [model], and in it preset = "llama3-8b"')
+    return section
+
 
 def _read(path: Path) -> ModelShape:
-    try:
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"model file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model file {path} is no {path.suffix[1:].upper()}: {error}") from error
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"model file {path} holds a {type(table).__name__}; it must hold one object")
+    table = read_table(path, "model file")
     if path.suffix == ".json":
+        from hpcpar.planner.hugging_face_shapes import shape_from_hugging_face  # which needs ModelShape
+
         return shape_from_hugging_face(table, where=str(path))
-    return shape_from_table(table.get("model", table), where=str(path))
+    with naming_file(path):
+        section = model_section(table)
+    return shape_from_table(section, where=str(path))
 
 
 def shape_from_table(table: Mapping[str, Any], *, where: str) -> ModelShape:
@@ -386,98 +457,85 @@ def shape_from_table(table: Mapping[str, Any], *, where: str) -> ModelShape:
 
     errors   ConfigError that names the field
     """
-    if "hugging_face" in table:
-        return _read(Path(table["hugging_face"]) / "config.json")
-    own = {field.name for field in fields(ModelShape)}
-    if "preset" in table or not {"gated", "layer_norm", "positions", "latent"} & table.keys():
-        changes = {key: value for key, value in table.items() if key not in ("preset", "seed", "name")}
+    with naming_file(where):
+        for key in table.keys() & set(SIZES):
+            whole_number(table[key], key)
+        _require_kinds(table)
+        if "hugging_face" in table:
+            return _read(Path(table["hugging_face"]) / "config.json")
+        given = {key: value for key, value in table.items() if key not in ("preset", "seed", "name")}
+        if "preset" not in table and OWN_FIELDS & table.keys():
+            return _of_own_fields(str(table.get("name", Path(where).stem)), given)
         preset = str(table.get("preset", "tiny"))
+        name = str(table.get("name", preset))
         if preset in PUBLISHED:
-            return replace(PUBLISHED[preset], **changes)
-        return ModelShape.from_llama(LlamaConfig.preset(preset, **changes), str(table.get("name", preset)))
-    given = dict(table)
-    for key in given:
-        if key not in own:
-            hint = did_you_mean(key, sorted(own))
-            raise ConfigError(
-                f"model file {where}: a model has no field {key!r}; {hint}there are {sorted(own)}"
-            )
+            return replace(_changed(PUBLISHED[preset], given), name=name)
+        return ModelShape.from_llama(LlamaConfig.preset(preset, **given), name)
+
+
+_TEXTS = ("name", "preset", "hugging_face", "qk_norm", "score", "drop", "balance_over")
+_TABLES = ("experts", "latent")
+
+
+def _require_kinds(table: Mapping[str, Any]) -> None:
+    """Raise ConfigError for text, a number or a table in another's place."""
+    for key, value in table.items():
+        wanted: tuple[type, ...] = (bool, int, float)
+        said = "a number, or true or false"
+        if key in _TEXTS:
+            wanted, said = (str,), "text"
+        elif key in _TABLES:
+            wanted, said = (Mapping,), f"a table, [model.{key}]"
+        if not isinstance(value, wanted):
+            raise ConfigError(f"{key} = {value!r} must be {said}")
+        if isinstance(value, Mapping):
+            _require_kinds(value)
+
+
+def _of_own_fields(name: str, given: dict[str, Any]) -> ModelShape:
     for key in ("vocab_size", "hidden_size", "layers", "heads"):
         if key not in given:
-            raise ConfigError(f"model file {where} lacks {key}; give it a whole number")
-    given.setdefault("name", Path(where).stem)
+            raise ConfigError(f"it lacks {key}; give it a whole number")
     given.setdefault("kv_heads", given["heads"])
-    given.setdefault("head_size", given["hidden_size"] // given["heads"])
+    if "head_size" not in given:
+        given["head_size"] = usual_head_size(given["hidden_size"], given["heads"])
     given.setdefault("ffn_size", 4 * given["hidden_size"])
-    if isinstance(given.get("experts"), Mapping):
-        given["experts"] = Experts.of(given["experts"], None)
-    if isinstance(given.get("latent"), Mapping):
-        given["latent"] = LatentAttention(**given["latent"])
-    return ModelShape(**given)
+    return ModelShape(name=name, **_with_parts(given, None, None))
 
 
-def shape_from_hugging_face(config: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the shape of a Hugging Face config.json: Llama's relatives, GPT-2, mixtures, latent attention.
-
-    errors   ConfigError that names the field that is missing
-    """
-
-    def need(*names: str) -> Any:
-        for name in names:
-            if config.get(name) is not None:
-                return config[name]
-        raise ConfigError(f"model file {where} lacks {' or '.join(names)}; a plan needs this number")
-
-    kind = str(config.get("model_type", "llama"))
-    if kind == "gpt2":
-        return ModelShape.gpt(
-            kind,
-            hidden=need("n_embd"),
-            heads=need("n_head"),
-            layers=need("n_layer"),
-            vocab=need("vocab_size"),
-            positions=need("n_positions"),
-        )
-    hidden, heads = need("hidden_size"), need("num_attention_heads")
-    latent = None
-    if config.get("kv_lora_rank"):
-        latent = LatentAttention(
-            query_rank=need("q_lora_rank"),
-            key_value_rank=need("kv_lora_rank"),
-            plain=need("qk_nope_head_dim"),
-            rotary=need("qk_rope_head_dim"),
-            value=need("v_head_dim"),
-        )
-    return ModelShape(
-        *(kind, need("vocab_size"), hidden, need("num_hidden_layers"), heads),
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden // heads,
-        ffn_size=need("intermediate_size", "moe_intermediate_size"),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=_experts(config, need),
-        latent=latent,
-        qk_norm=_query_key_norm(kind, config),
-        max_sequence=config.get("max_position_embeddings", 4096),
-    )
+def _changed(base: ModelShape, changes: dict[str, Any]) -> ModelShape:
+    """Return a shape with such fields changed, and those that follow from them where they are not given."""
+    given = _with_parts(changes, base.experts, base.latent)
+    hidden, heads = given.get("hidden_size", base.hidden_size), given.get("heads", base.heads)
+    if given.keys() & {"hidden_size", "heads"} and "head_size" not in given and base.latent is None:
+        given["head_size"] = usual_head_size(hidden, heads)
+    given.setdefault("kv_heads", heads if base.kv_heads == base.heads else base.kv_heads)
+    given.setdefault("ffn_size", base.ffn_size * hidden // base.hidden_size)
+    return replace(base, **given)
 
 
-def _query_key_norm(kind: str, config: Mapping[str, Any]) -> QueryKeyNorm:
-    if kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
-        return "head"
-    return "all" if kind == "olmoe" else "none"
+def _with_parts(
+    given: Mapping[str, Any], experts: Experts | None, latent: LatentAttention | None
+) -> dict[str, Any]:
+    """Return fields of a shape with tables made `Experts` and `LatentAttention`: the given ones, changed."""
+    _require_known(given, [one.name for one in fields(ModelShape) if one.name != "beyond_trainer"], "a model")
+    made = dict(given)
+    if "experts" in given:
+        made["experts"] = Experts.of(given["experts"], experts)
+    if "latent" in given:
+        known = [one.name for one in fields(LatentAttention)]
+        _require_known(given["latent"], known, "latent attention")
+        before = {} if latent is None else {name: getattr(latent, name) for name in known}
+        sizes = {**before, **given["latent"]}
+        missing = [name for name in known if name not in sizes]
+        if missing:
+            raise ConfigError(f"latent lacks {', '.join(missing)}; give whole numbers")
+        made["latent"] = LatentAttention(**sizes)
+    return made
 
 
-def _experts(config: Mapping[str, Any], need: Any) -> Experts | None:
-    counts = ("n_routed_experts", "num_local_experts", "num_experts")
-    count = next((config[name] for name in counts if config.get(name)), None)
-    if count is None:
-        return None
-    width = config.get("moe_intermediate_size") or need("intermediate_size")
-    per_token = need("num_experts_per_tok")
-    dense = len(config.get("mlp_only_layers") or []) or config.get("first_k_dense_replace", 0)
-    return Experts(
-        *(count, per_token, width),
-        shared_ffn_size=(config.get("n_shared_experts") or 0) * width,
-        first_dense=dense,
-        renormalise=per_token > 1,
-    )
+def _require_known(given: Mapping[str, Any], known: list[str], what: str) -> None:
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, sorted(known))
+            raise ConfigError(f"{what} has no field {key!r}; {hint}there are {', '.join(sorted(known))}")

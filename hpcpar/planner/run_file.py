@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hpcpar.errors import ConfigError
+from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate
 from hpcpar.planner.experts import Experts
+from hpcpar.planner.hugging_face_shapes import training_values_of_hugging_face
 from hpcpar.planner.layout import AXES, DEGREES
-from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.shapes import PRESETS, LlamaConfig
+from hpcpar.planner.model_shapes import (
+    OWN_FIELDS,
+    TRAINER_SECTIONS,
+    ModelShape,
+    model_section,
+    naming_file,
+)
+from hpcpar.planner.read_input import read_table, whole_number
+from hpcpar.planner.shapes import ITEMSIZE, PRESETS, LlamaConfig
 from hpcpar.planner.stages import stages_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 OF_TRAINER = {
     "zero_stage": ("optimizer", "zero_stage"),
@@ -71,28 +75,62 @@ def read_run(name: str) -> PlannedRun:
     """
     model, path = ModelShape.named(name), Path(name)
     if path.suffix == ".json":
-        told = json.loads(path.read_text(encoding="utf-8"))
-        usual = {"rope_theta": told.get("rope_theta"), "norm_epsilon": told.get("rms_norm_eps")}
-        return PlannedRun(model, extra={key: value for key, value in usual.items() if value is not None})
+        told = read_table(path, "model file")
+        return PlannedRun(model, extra=training_values_of_hugging_face(told, where=name))
     if path.suffix != ".toml":
         return PlannedRun(model, {"preset": name} if name in PRESETS else None)
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    for stage in table.pop("stage", [])[:1]:  # of a run in stages the first is planned
+    with naming_file(path):
+        return _of_sections(_sections(read_table(path, "model file")), model, path.stem)
+
+
+def _sections(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trainer's tables of a file; of a run in stages those of the first, which is planned.
+
+    errors   ConfigError for one that is no table
+    """
+    found = dict(table)
+    stages = found.pop("stage", [])
+    if not isinstance(stages, list):
+        raise ConfigError(f"stage = {stages!r} must be tables, each of which begins with [[stage]]")
+    for stage in stages[:1]:
+        _require_tables(stage)
         for section, entries in stage.items():
-            table[section] = {**table.get(section, {}), **entries} if isinstance(entries, dict) else entries
+            found[section] = {**found.get(section, {}), **entries} if isinstance(entries, dict) else entries
+    _require_tables(found)
+    return found
+
+
+def _require_tables(found: Any) -> None:
+    for section in TRAINER_SECTIONS:
+        if section in found and not isinstance(found[section], Mapping):
+            raise ConfigError(f"{section} = {found[section]!r} must be a table, [{section}]")
+
+
+def _of_sections(table: Mapping[str, Any], model: ModelShape, name: str) -> PlannedRun:
     train, recipe, mesh = (table.get(section, {}) for section in ("train", "recipe", "mesh"))
+    for section, entry in (("train", "precision"), ("recipe", "shape"), ("recipe", "machine")):
+        value = table.get(section, {}).get(entry, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{section}.{entry} = {value!r} must be text")
+    for key in ("sequence", "global_batch"):
+        if key in train:
+            whole_number(train[key], f"train.{key}")
+    for axis, degree in mesh.items():
+        if degree != -1:
+            whole_number(degree, f"mesh.{axis}")
     # A preset with changes is another model; the file's name says which.
-    model = replace(ModelShape.named(recipe["shape"]) if "shape" in recipe else model, name=path.stem)
+    model = replace(ModelShape.named(recipe["shape"]) if "shape" in recipe else model, name=name)
     fixed = {}
     for key, (section, entry) in OF_TRAINER.items():
         value = table.get(section, {}).get(entry)
         if value is not None and value != -1:
             fixed[key] = (value,)
     is_whole = all(mesh.get(axis, 1) != -1 for axis in AXES) and "dp" in mesh
-    is_ours = "model" in table and not {"gated", "layer_norm", "positions", "latent"} & table["model"].keys()
+    own = model_section(table)
+    is_ours = own is not table and not OWN_FIELDS & own.keys() and "shape" not in recipe
     return PlannedRun(
         model,
-        table["model"] if is_ours and "shape" not in recipe else None,
+        own if is_ours and own.get("preset", "tiny") in PRESETS else None,
         train.get("sequence"),
         train.get("global_batch"),
         train.get("precision"),
@@ -108,7 +146,7 @@ def read_run(name: str) -> PlannedRun:
 def write_run(estimate: Estimate, run: PlannedRun, directory: Path, *, tokens: float | None) -> list[Path]:
     """Write train.toml and job.sh of a planned layout into `directory`, which is made; return their paths.
 
-    errors   ConfigError for a model that hpcpar does not train, or a directory that cannot be written
+    errors   ConfigError for a model, precision or machine without training; a directory that is not writable
     """
     texts = {"train.toml": train_toml(estimate, run, tokens=tokens), "job.sh": job_script(estimate)}
     try:
@@ -124,13 +162,18 @@ def write_run(estimate: Estimate, run: PlannedRun, directory: Path, *, tokens: f
 def train_toml(estimate: Estimate, run: PlannedRun, *, tokens: float | None = None) -> str:
     """Return the trainer's file of a layout."""
     strategy, layout, cluster = estimate.strategy, estimate.strategy.layout, estimate.cluster
+    if strategy.precision not in ITEMSIZE:
+        raise ConfigError(
+            f"{strategy.precision} is planned, but hpcpar does not train in it; take --precision "
+            f"{', '.join(ITEMSIZE)}, or leave --write out"
+        )
     train: dict[str, Any] = {
         "sequence": strategy.sequence,
         "global_batch": strategy.global_batch,
         "microbatch": strategy.microbatch,
         "precision": strategy.precision,
         "recompute": strategy.recompute.mode,
-        "device": "cuda" if estimate.cluster.device.units > 1 else "cpu",
+        "device": _trainers_device(cluster),
     }
     if tokens is not None:
         train["steps"] = max(1, round(tokens / strategy.tokens))
@@ -194,14 +237,14 @@ def toml_value(value: Any) -> str:
 
 def _model_table(model: ModelShape, run: PlannedRun) -> dict[str, Any]:
     """Return a [model] table from which the trainer builds this shape."""
-    if run.table is not None:
-        # Without it the vocabulary would be the tokenizer's.
-        return {"vocab_size": model.vocab_size, **run.table}
     if model.untrained is not None:
         raise ConfigError(
             f"{model.name} has {model.untrained}, which hpcpar plans but does not train; write the files for "
             "another model, or leave --write out"
         )
+    if run.table is not None:
+        # Without it the vocabulary would be the tokenizer's.
+        return {"vocab_size": model.vocab_size, **run.table}
     base = next(
         (name for name, one in PRESETS.items() if one.vocab_size == model.vocab_size and not one.experts),
         "tiny",
@@ -221,6 +264,16 @@ def _model_table(model: ModelShape, run: PlannedRun) -> dict[str, Any]:
     made = LlamaConfig.preset(base, **{key: value for key, value in table.items() if key != "preset"})
     assert made.parameters() == model.parameters(), "the trainer builds what was planned"
     return table
+
+
+def _trainers_device(cluster: Cluster) -> str:
+    """Return the trainer's `device` for this machine's; ConfigError for TPUs, on which it does not run."""
+    if "TPU" in f"{cluster.name} {cluster.device.name}".upper():
+        raise ConfigError(
+            f"{cluster.name} has devices {cluster.device.name!r}, for which hpcpar plans, but on which it "
+            "does not train; write the files for a machine of GPUs or CPUs, or leave --write out"
+        )
+    return "cpu" if cluster.device.on_host else "cuda"
 
 
 JOB = """#!/bin/bash
@@ -254,11 +307,13 @@ hpcpar run -n "$SLURM_NTASKS" -- -m hpcpar train train.toml "$@"
 
 def job_script(estimate: Estimate) -> str:
     """Return the Slurm script of a layout, one rank for each device."""
-    cluster = estimate.cluster
+    cluster, gpus = estimate.cluster, ""
+    if _trainers_device(cluster) == "cuda":
+        gpus = f"#SBATCH --gpus-per-node={cluster.devices_per_node}\n"
     return JOB.format(
         strategy=estimate.strategy,
-        model=estimate.model.name,
+        model=re.sub(r"[^\w.+-]+", "-", estimate.model.name).strip("-") or "hpcpar",
         nodes=cluster.nodes,
         per_node=cluster.devices_per_node,
-        gpus=f"#SBATCH --gpus-per-node={cluster.devices_per_node}\n" if cluster.device.units > 1 else "",
+        gpus=gpus,
     )

@@ -248,8 +248,8 @@ def _refused(request: PlanRequest, layout: Layout) -> Rejected | None:
         return Rejected(
             layout,
             "heads",
-            f"cp_method=ulysses: the {request.model.heads // layout.tp} heads of each of tp={layout.tp} ranks "
-            f"do not divide among cp={layout.cp} ranks",
+            f"cp_method=ulysses: {request.model.heads // layout.tp} heads of each of tp={layout.tp} ranks do "
+            f"not divide among cp={layout.cp} ranks",
         )
     return None
 

@@ -21,20 +21,25 @@ the prediction prefers was measured to be than the fastest one.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from hpcpar.errors import ConfigError, HpcparError
+from hpcpar.pipeline_schedules.schedule_registry import find
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.constants import Constants, constants_of, fit, with_constants
 from hpcpar.planner.estimate import Estimate, estimate
 from hpcpar.planner.layout import DEGREES, Layout
 from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.read_input import finite_number, whole_number
+from hpcpar.planner.rules import layout_refusal
+from hpcpar.planner.search import PlanRequest
 from hpcpar.planner.shapes import Recompute
 from hpcpar.planner.software import SOFTWARE, Software
+from hpcpar.planner.stages import stages_of
 from hpcpar.planner.step_time import step_time
 from hpcpar.planner.strategy import Strategy
 from hpcpar.units import GiB
@@ -111,16 +116,19 @@ class Validation:
     constants   with which the rows were predicted
     fitted      number of rows that these were fitted on
     judged      the others; all rows, where none was fitted on
+    at_best     the same rows, predicted with constants that were fitted on all rows: what the formulas can
+                reach; empty where none was fitted on
     """
 
     constants: Constants
     fitted: int
     judged: tuple[Judged, ...]
+    at_best: tuple[Judged, ...] = ()
 
     @property
     def mean_error(self) -> float:
         """Mean of the errors' sizes."""
-        return mean(abs(one.error) for one in self.judged)
+        return _mean_error(self.judged)
 
     @property
     def median_error(self) -> float:
@@ -153,8 +161,14 @@ class Validation:
         )
         if regrets:
             told += f"; regret of {len(regrets)} choices mean {mean(regrets):.1%}, largest {max(regrets):.1%}"
+        if self.at_best:
+            told += f"; fitted on all rows, these among them: mean {_mean_error(self.at_best):.1%}"
         tight = sum(one.tight for one in self.judged)
         return told + (f"; {tight} rows are tight in memory" if tight else "")
+
+
+def _mean_error(judged: Sequence[Judged]) -> float:
+    return mean(abs(one.error) for one in judged)
 
 
 def validate(
@@ -178,16 +192,24 @@ def validate(
         )
     begun = dict(constants_of(rows[0].cluster, rows[0].software)) | dict(constants or {})
     chosen = _spread(rows, share)
-    fitted = [row for row in chosen if not row.estimate(begun).tight]
-    found: Constants = begun
-    if fitted:
-        found = fit(
-            lambda tried: [row.predicted(tried) for row in fitted], [row.step_s for row in fitted], begun
-        )
     picked = set(map(id, chosen))
     others = [row for row in rows if id(row) not in picked]
-    judged = tuple(Judged(row, row.predicted(found), row.estimate(found).tight) for row in others)
-    return Validation(found, len(fitted), judged)
+
+    def fitted_on(some: Sequence[MeasuredStep]) -> tuple[Constants, int, tuple[Judged, ...]]:
+        kept = [row for row in some if not row.estimate(begun).tight]
+        found: Constants = begun
+        if kept:
+            found = fit(
+                lambda tried: [row.predicted(tried) for row in kept], [row.step_s for row in kept], begun
+            )
+        return (
+            found,
+            len(kept),
+            tuple(Judged(row, row.predicted(found), row.estimate(found).tight) for row in others),
+        )
+
+    found, fitted, judged = fitted_on(chosen)
+    return Validation(found, fitted, judged, fitted_on(rows)[2] if fitted else ())
 
 
 def _spread(rows: Sequence[MeasuredStep], share: float) -> list[MeasuredStep]:
@@ -215,6 +237,7 @@ _OPTIONAL = {
 }
 _NEEDED = ("devices", "global_batch", "microbatch", "sequence", "tp", "dp", "pp")
 _IGNORED = ("Parameters (billion)",)
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def read_rows(path: Path, *, machine: str | None = None, software: str | None = None) -> list[MeasuredStep]:
@@ -222,52 +245,97 @@ def read_rows(path: Path, *, machine: str | None = None, software: str | None = 
 
     errors   ConfigError that names file, line and column
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = list(csv.DictReader(file))
-    except OSError as error:
-        raise ConfigError(f"rows {path}: {error.strerror}") from error
     clusters: dict[str, Cluster] = {}
+    given = {key: name for key, name in (("machine", machine), ("software", software)) if name is not None}
     rows = []
-    for number, line in enumerate(lines, start=2):
-        where = f"{path}, line {number}"
-        values = {key: value for key, value in line.items() if key is not None and value not in (None, "")}
-        is_vtrain = "iteration time (ms)" in values
-        table: dict[str, str] = {VTRAIN.get(key, key): value for key, value in values.items()}
-        if is_vtrain:
-            table = {**OF_VTRAIN, **table}
-        table |= {k: v for k, v in (("machine", machine), ("software", software)) if v is not None}
-        rows.append(_row(table, where, number, clusters))
+    for line, table in _lines(path):
+        try:
+            rows.append(_row({**table, **given}, line, clusters))
+        except HpcparError as error:
+            raise ConfigError(f"{path}, line {line}: {error}") from error
     return rows
 
 
-def _row(table: Mapping[str, str], where: str, line: int, clusters: dict[str, Cluster]) -> MeasuredStep:
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield number and cells of each line that is not empty, by our names of the columns.
+
+    errors   ConfigError for a file that is no CSV in UTF-8, a column given twice, and cells without a column
+    """
+    header: list[str] | None = None
+    usual: dict[str, str] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            for line in reader:
+                cells = [cell.strip() for cell in line]
+                if not any(cells):
+                    continue
+                if header is None:
+                    usual = OF_VTRAIN if "iteration time (ms)" in cells else {}
+                    header = [VTRAIN.get(cell, cell) for cell in cells]
+                    for name in header:
+                        if name and header.count(name) > 1:
+                            raise ConfigError(f"rows {path}: there are two columns {name!r}; leave one out")
+                    continue
+                if any(cells[len(header) :]):
+                    told = f"{len(cells)} cells, but the header has {len(header)}"
+                    raise ConfigError(f"{path}, line {reader.line_num}: {told}")
+                found = {name: cell for name, cell in zip(header, cells, strict=False) if cell}
+                yield reader.line_num, {**usual, **found}
+    except OSError as error:
+        raise ConfigError(f"rows {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"rows {path} are no CSV in UTF-8: {error}") from error
+
+
+def _row(table: Mapping[str, str], line: int, clusters: dict[str, Cluster]) -> MeasuredStep:
     for key in table:
         if key not in _OPTIONAL and key not in _NEEDED and key not in _IGNORED:
             raise ConfigError(
-                f"{where}: there is no column {key!r}; there are {', '.join((*_NEEDED, *sorted(_OPTIONAL)))}"
+                f"there is no column {key!r}; there are {', '.join((*_NEEDED, *sorted(_OPTIONAL)))}"
             )
     missing = [key for key in _NEEDED if key not in table]
     if "step_ms" not in table and "step_s" not in table:
         missing.append("step_ms")
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}")
-    named = table.get("machine", "a100-dgx")
-    cluster = clusters.setdefault(named, Cluster.named(named))
-    program = table.get("software", "hpcpar")
+        raise ConfigError(f"the row lacks {', '.join(missing)}")
+    named, program = table.get("machine", "a100-dgx"), table.get("software", "hpcpar")
+    if named not in clusters:
+        clusters[named] = Cluster.named(named)
     if program not in SOFTWARE:
-        raise ConfigError(f"{where}: no software is called {program!r}; there are {', '.join(SOFTWARE)}")
+        raise ConfigError(f"no software is called {program!r}; there are {', '.join(SOFTWARE)}")
+    model, strategy, devices = _model(table), _strategy(table), _whole(table, "devices")
+    if strategy.layout.size != devices:
+        raise ConfigError(f"tp, dp, pp and cp are {strategy.layout.size} ranks, but devices = {devices}")
+    cluster = clusters[named].with_devices(devices)
+    _require_possible(model, cluster, strategy)
+    seconds = _number(table, "step_s") if "step_s" in table else _number(table, "step_ms") / 1000
+    memory = _number(table, "memory_gib") * GiB if "memory_gib" in table else None
+    return MeasuredStep(line, model, cluster, SOFTWARE[program], strategy, seconds, memory)
+
+
+def _require_possible(model: ModelShape, cluster: Cluster, strategy: Strategy) -> None:
+    """Raise an error for a row that no search would price, by the search's own rules."""
+    batch, sequence = strategy.global_batch, strategy.sequence
+    find(strategy.schedule)
+    PlanRequest(model, cluster, batch, sequence, strategy.precision, {"offload": (strategy.offload,)})
+    refusal = layout_refusal(
+        model, cluster, strategy.layout, global_batch=batch, sequence=sequence, across_nodes=True
+    )
+    if refusal is not None:
+        raise ConfigError(refusal.reason)
+    stages_of(model, strategy)
+
+
+def _whole(table: Mapping[str, str], key: str, least: int = 1) -> int:
+    return whole_number(int(table[key]) if table[key].isdecimal() else table[key], key, least)
+
+
+def _number(table: Mapping[str, str], key: str) -> float:
     try:
-        strategy = _strategy(table)
-        devices = int(table["devices"])
-        if strategy.layout.size != devices:
-            raise ConfigError(f"tp, dp, pp and cp are {strategy.layout.size} ranks, but devices = {devices}")
-        seconds = float(table["step_s"]) if "step_s" in table else float(table["step_ms"]) / 1000
-        memory = float(table["memory_gib"]) * GiB if "memory_gib" in table else None
-        own = cluster.with_devices(devices)
-        return MeasuredStep(line, _model(table), own, SOFTWARE[program], strategy, seconds, memory)
-    except (ValueError, HpcparError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        return finite_number(float(table[key]), key)
+    except ValueError as error:  # ConfigError is one
+        raise ConfigError(f"{key} = {table[key]!r} must be a finite number above 0") from error
 
 
 def _model(table: Mapping[str, str]) -> ModelShape:
@@ -278,26 +346,31 @@ def _model(table: Mapping[str, str]) -> ModelShape:
             raise ConfigError(
                 f"neither a model nor {key}; give a model's name, or hidden_size, heads, layers"
             )
-    sizes = {key: int(table[key]) for key in ("hidden_size", "heads", "layers", "sequence")}
+    sizes = {key: _whole(table, key) for key in ("hidden_size", "heads", "layers", "sequence")}
     return ModelShape.gpt(
         "gpt",
         hidden=sizes["hidden_size"],
         heads=sizes["heads"],
         layers=sizes["layers"],
-        vocab=int(table.get("vocab_size", 51_200)),
+        vocab=_whole({"vocab_size": "51200", **table}, "vocab_size"),
         positions=sizes["sequence"],
     )
 
 
 def _strategy(table: Mapping[str, str]) -> Strategy:
-    degrees = {axis: int(table[axis]) for axis in DEGREES if axis in table}
+    degrees = {axis: _whole(table, axis) for axis in DEGREES if axis in table}
     given: dict[str, Any] = {
-        key: int(table[key])
-        for key in ("global_batch", "microbatch", "sequence", "zero_stage", "stages_per_rank")
+        key: _whole(table, key)
+        for key in ("global_batch", "microbatch", "sequence", "stages_per_rank")
         if key in table
     }
     given |= {key: table[key] for key in ("schedule", "precision", "cp_method", "offload") if key in table}
+    if "zero_stage" in table:
+        given["zero_stage"] = _whole(table, "zero_stage", 0)
     if "sequence_parallel" in table:
-        given["sequence_parallel"] = table["sequence_parallel"].lower() in ("1", "true", "yes")
+        told = table["sequence_parallel"].lower()
+        if told not in _TRUTHS:
+            raise ConfigError(f"sequence_parallel = {told!r} must be one of {', '.join(_TRUTHS)}")
+        given["sequence_parallel"] = _TRUTHS[told]
     mode: Any = table.get("recompute", "none")
     return Strategy(Layout(**degrees), recompute=Recompute(mode), **given)

@@ -87,7 +87,7 @@ def test_headers_of_vtrain_are_understood(tmp_path: Path) -> None:
     [
         ("gpt-3.6b,8,64,1,2048,2,2,1,100,megatron,a100-dgx", "line 2.*4 ranks, but devices = 8"),
         ("gpt-3.6,8,64,1,2048,2,4,1,100,megatron,a100-dgx", "did you mean 'gpt-3.6b'"),
-        ("gpt-3.6b,8,64,1,2048,2,4,1,,megatron,a100-dgx", "line 2 lacks step_ms"),
+        ("gpt-3.6b,8,64,1,2048,2,4,1,,megatron,a100-dgx", "line 2: the row lacks step_ms"),
         ("gpt-3.6b,8,64,1,2048,2,4,1,5,megatrom,a100-dgx", "no software is called 'megatrom'"),
         ("gpt-3.6b,8,65,1,2048,2,4,1,5,megatron,a100-dgx", "take global_batch=68"),
     ],
