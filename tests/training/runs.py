@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,27 +43,6 @@ def deviations(outcome: Outcome) -> dict[tuple[str, str], Any]:
 
 def require_same_on_all(outcomes: list[Outcome]) -> None:
     assert len({(each.loss, each.held_out_loss, each.traffic) for each in outcomes}) == 1
-
-
-def require_serial(
-    together: Config,
-    outcomes: list[Outcome],
-    alone: Config,
-    expected: Outcome,
-    unknown: Collection[None] = (),
-) -> None:
-    """Losses are the serial run's, bytes the theory's, and every rank says the same.
-
-    float64: only the order of summation differs.
-    unknown   [None] where the theory does not say all bytes
-    """
-    assert min(course(alone)[1::2]) > 0.2  # every gradient was clipped
-    assert course(together) == pytest.approx(course(alone), abs=1e-10)
-    assert outcomes[0].held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-10)
-    require_same_on_all(outcomes)
-    found = deviations(outcomes[0])
-    assert set(found.values()).difference(unknown) == {0}, found
-    assert outcomes[0].memory.worst.unexplained_nbytes == 0
 
 
 def half_of(config: Config, size: int, steps: int = 2) -> None:

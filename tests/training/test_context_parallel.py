@@ -1,4 +1,4 @@
-"""Runs whose sequences several ranks share: the serial run's numbers, samples and checkpoints."""
+"""Runs whose sequences several ranks share: dropout, checkpoints, samples, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from tests.training.runs import (
     MakeConfig,
     OfOneProcess,
     course,
-    deviations,
     refused,
     require_resumed_bit_for_bit,
-    require_serial,
     trained,
 )
 
@@ -40,37 +38,6 @@ MODEL = (
 PACKED = "data.pack_documents=true"
 SHORT = "train.sequence=400"
 """A sequence with several of the documents of the test's text, which have about 500 bytes."""
-
-
-def of_model(options: tuple[str, ...]) -> list[str]:
-    """Options that change what is computed, and not only where."""
-    same = ("model.", "train.global_batch", "train.sequence", "data.", "optimizer.name")
-    return [option for option in options if option.startswith(same)]
-
-
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        (4, ("mesh.cp=4", "context_parallel.method=ring", "train.sequence=23")),
-        (4, ("mesh.cp=2", "optimizer.zero_stage=1", "context_parallel.method=ulysses")),
-        (4, ("mesh.cp=2", "mesh.tp=2", "context_parallel.keep=true", "train.recompute=selective")),
-        (4, ("mesh.cp=4", "context_parallel.method=ulysses+ring", "context_parallel.inner=2")),
-        # Some dp ranks have fewer sequences than others.
-        (6, ("mesh.cp=2", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
-        (2, ("mesh.cp=2", PACKED, SHORT)),
-        (4, ("mesh.cp=2", PACKED, SHORT, "context_parallel.method=ulysses", "optimizer.zero_stage=3")),
-        (4, ("mesh.cp=2", "mesh.tp=2", PACKED, SHORT, SEQUENCE)),
-        (4, ("mesh.cp=2", "mesh.pp=2", PACKED, SHORT, "train.microbatch=1")),
-    ],
-)
-def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
-) -> None:
-    alone, expected = of_one_process(*MODEL, *of_model(options))
-    together = config_of(*MODEL, *options, name="together")
-    # How many tokens a rank has depends on the documents, and the theory says nothing of tp and pp.
-    unknown = {None} if PACKED in options else set()
-    require_serial(together, trained(together, size), alone, expected, unknown)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -193,17 +160,3 @@ def test_documents_that_run_together_are_not_packed(config_of: MakeConfig, tmp_p
 
 
 # --- MPI ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("options", [(), (PACKED, SHORT, "optimizer.zero_stage=3")])
-def test_over_mpi_it_is_the_run_of_one_process(
-    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
-) -> None:
-    cp = next(degree for degree in (2, 3, 1) if world.size % degree == 0)
-    config = world.broadcast_object(config_of(*MODEL, *options, f"mesh.cp={cp}"))
-    expected = trained(config_of(*MODEL, *of_model(options), name="alone"))[0]
-    outcome = Run(config, world).train()
-    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
-    assert max(difference for difference, _ in found) < 1e-10
-    assert {nbytes for _, each in found for nbytes in each.values()} <= {0, None}, found

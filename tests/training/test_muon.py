@@ -14,22 +14,21 @@ from hpcpar.models import Llama
 from hpcpar.training.build import plain_optimizer
 from hpcpar.training.config import OptimizerSection, parse
 from tests.training.runs import (
-    SEQUENCE,
     MakeConfig,
     OfOneProcess,
     half_of,
     losses,
     require_resumed,
     require_resumed_bit_for_bit,
-    require_serial,
     trained,
 )
-from tests.training.test_expert_parallel import MODEL as EXPERTS
 
 pytest.importorskip("torch.optim._muon", reason="torch before 2.9")
 
 MUON = "optimizer.name=muon"
 MODEL = ("train.steps=4", "optimizer.clip_norm=0.2", MUON)
+PIPELINE = ("mesh.pp=2", "train.microbatch=1")
+INTERLEAVED = (*PIPELINE, "pipeline.schedule=interleaved")
 
 
 def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
@@ -48,48 +47,18 @@ def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
     assert of["model.norm.weight"]["weight_decay"] == 0.0
 
 
-LAYOUTS = [
-    (2, ("optimizer.zero_stage=0",)),
-    (3, ("optimizer.zero_stage=1", "train.global_batch=3", "train.microbatch=1")),
-    (4, ("optimizer.zero_stage=2",)),
-    (4, ("optimizer.zero_stage=3",)),
-    (4, ("optimizer.zero_stage=2", "mesh.dp_shard=2")),
-    (4, ("optimizer.zero_stage=3", "mesh.dp_shard=2")),
-    (2, ("mesh.tp=2",)),
-    (4, ("mesh.tp=2", "optimizer.zero_stage=1")),
-    (4, ("mesh.tp=2", "optimizer.zero_stage=3", SEQUENCE)),
-    (4, ("mesh.cp=2", "optimizer.zero_stage=2")),
-    (4, ("mesh.pp=2", "mesh.tp=2", "train.microbatch=1")),
-    (4, ("mesh.pp=2", "optimizer.zero_stage=1", "train.microbatch=1", "train.global_batch=4")),
-    (4, ("mesh.ep=2", "optimizer.zero_stage=1", *EXPERTS)),
-    (4, ("mesh.ep=2", "optimizer.zero_stage=3", *EXPERTS)),
-    (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", "optimizer.zero_stage=1", *EXPERTS)),
-    (4, ("mesh.ep=2", "mesh.tp=2", "optimizer.zero_stage=2", *EXPERTS)),
-]
-
-
-def of_model(options: tuple[str, ...]) -> list[str]:
-    same = ("model.", "train.global_batch", "train.sequence", "data.")
-    return [option for option in options if option.startswith(same)]
-
-
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(("size", "options"), LAYOUTS)
-def test_any_layout_trains_the_model_of_one_process(
-    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
-) -> None:
-    told = (*options, *MODEL)
-    alone, expected = of_one_process(*MODEL, *of_model(options))
-    together = config_of(*told, name="together")
-    require_serial(together, trained(together, size), alone, expected)
-
-
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ((2, ("optimizer.zero_stage=1",)), (3, ("optimizer.zero_stage=2",))),
         ((4, ("optimizer.zero_stage=3",)), (2, ("mesh.tp=2",))),
+        # Tied embeddings in a pipeline: kept between forward and backward, and with several stages on a rank.
+        (
+            (4, (*PIPELINE, "optimizer.zero_stage=3", "optimizer.reshard=step")),
+            (4, (*INTERLEAVED, "optimizer.zero_stage=3")),
+        ),
+        ((4, (*INTERLEAVED, "optimizer.zero_stage=3")), (4, (*PIPELINE, "optimizer.zero_stage=2"))),
         ((4, ("mesh.tp=2", "optimizer.zero_stage=1")), (1, ())),
         ((1, ()), (4, ("mesh.tp=2", "optimizer.zero_stage=3"))),
         ((2, ("mesh.tp=2",)), (4, ("mesh.pp=2", "optimizer.zero_stage=1", "train.microbatch=1"))),
@@ -101,7 +70,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_another(
     before: tuple[int, tuple[str, ...]],
     after: tuple[int, tuple[str, ...]],
 ) -> None:
-    told = (*MODEL, "train.global_batch=4")
+    told = (*MODEL, "model.layers=4", "model.tie_embeddings=true", "train.global_batch=4")
     alone, expected = of_one_process(*told)
     (size, options), (others, other_options) = before, after
     half_of(config_of(*told, *options, name="parts"), size)

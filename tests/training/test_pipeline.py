@@ -1,4 +1,4 @@
-"""Runs whose layers are divided over a pipeline: the serial run's numbers, and bytes as theory says."""
+"""Runs whose layers are divided over a pipeline: tied weights, overlap, checkpoints, files of schedules."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from tests.training.runs import (
     MakeConfig,
     OfOneProcess,
     course,
-    deviations,
     refused,
     require_resumed_bit_for_bit,
-    require_same_on_all,
-    require_serial,
     trained,
 )
 
@@ -43,39 +40,6 @@ MODEL = (
 """Every gradient is clipped."""
 
 TIED = "model.tie_embeddings=true"
-
-
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ((2, 1, 1), ("pipeline.schedule=gpipe", "optimizer.name=sgd", "optimizer.learning_rate=0.1")),
-        ((3, 1, 1), ("pipeline.balance=[1, 3, 2]",)),
-        ((2, 1, 1), ("pipeline.schedule=eager-1f1b", "train.recompute=full")),
-        ((2, 1, 1), ("pipeline.schedule=interleaved", TIED)),
-        ((4, 1, 1), ("pipeline.schedule=zb-h1", TIED)),
-        ((2, 1, 1), ("pipeline.schedule=zb-v", TIED, "train.recompute=selective")),
-        ((2, 1, 1), ("pipeline.schedule=automatic", "pipeline.memory_limit=3")),
-        ((2, 2, 1), ("optimizer.zero_stage=1", "pipeline.schedule=zb-v", "optimizer.bucket_mib=0.001")),
-        ((2, 2, 1), ("pipeline.schedule=zb-h1", TIED, "optimizer.bucket_mib=0.001")),
-        ((2, 1, 2), (TIED,)),
-    ],
-)
-def test_any_layout_and_schedule_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig,
-    of_one_process: OfOneProcess,
-    mesh: tuple[int, int, int],
-    options: tuple[str, ...],
-) -> None:
-    pp, dp, tp = mesh
-    of_run = [
-        option for option in options if option.startswith(("model.", "optimizer.name", "optimizer.lea"))
-    ]
-    small = ("train.microbatch=1",) if dp == 2 else ()
-    alone, expected = of_one_process(*MODEL, *of_run)
-    together = config_of(*MODEL, *small, *options, f"mesh.pp={pp}", f"mesh.tp={tp}", name="together")
-    outcomes = trained(together, pp * dp * tp)
-    require_serial(together, outcomes, alone, expected)
-    assert ("pp", "send") in deviations(outcomes[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -103,15 +67,6 @@ def test_copies_of_tied_weights_stay_the_same_to_the_last_bit(config_of: MakeCon
     assert len(set(run_loopback(6, work))) == 1
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_sends_half_of_the_bytes(config_of: MakeConfig, precision: str) -> None:
-    config = config_of(*MODEL, TIED, "mesh.pp=2", "train.microbatch=1", f"train.precision={precision}")
-    outcomes = trained(config, 4)
-    require_same_on_all(outcomes)
-    found = deviations(outcomes[0])
-    assert {nbytes for (name, _), nbytes in found.items() if name.startswith("pp")} == {0}, found
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_averages_over_replicas_travel_while_other_stages_still_work(
     config_of: MakeConfig, schedule: str
@@ -131,10 +86,6 @@ def test_averages_over_replicas_travel_while_other_stages_still_work(
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
-
-
-Way = tuple[int, tuple[str, ...]]
-"""ranks, options"""
 
 
 def test_a_run_with_dropout_is_resumed_bit_for_bit(config_of: MakeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose layers several ranks compute together: the serial run's numbers, and bytes as theory says."""
+"""Runs whose layers several ranks compute together: dropout, checkpoints, samples, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from hpcpar.training.parallelize import parallelize_llama
 from tests.training.runs import (
     SEQUENCE,
     MakeConfig,
-    OfOneProcess,
     course,
     deviations,
     refused,
     require_resumed_bit_for_bit,
-    require_same_on_all,
-    require_serial,
     trained,
 )
 
@@ -38,61 +35,6 @@ MODEL = (
     "optimizer.clip_norm=0.2",
 )
 """Small, and divisible by 2, 3 and 4; every gradient is clipped."""
-
-
-@pytest.mark.parametrize(
-    ("dp", "tp", "options"),
-    [
-        (1, 3, ()),
-        (1, 3, (SEQUENCE, "tensor_parallel.chunks=2", "optimizer.zero_stage=1")),
-        (1, 4, ("model.kv_heads=2", "model.tie_embeddings=true")),
-        (1, 4, ("model.kv_heads=2", "model.qk_norm=head")),
-        (1, 2, ("model.qk_norm=head", "train.recompute=full", SEQUENCE)),
-        (
-            1,
-            4,
-            (SEQUENCE, "tensor_parallel.gather_again=true", "train.recompute=selective", "model.kv_heads=4"),
-        ),
-        (
-            2,
-            2,
-            (
-                "train.recompute=full",
-                "optimizer.zero_stage=3",
-                "model.kv_heads=1",
-                "model.tie_embeddings=true",
-            ),
-        ),
-        (
-            1,
-            2,
-            ("train.recompute=full", "train.recompute_layers=1", SEQUENCE, "tensor_parallel.overlap=false"),
-        ),
-        # Some of three ranks have no sequence in their second microbatch.
-        (3, 2, ("optimizer.zero_stage=2", "train.global_batch=4", "train.microbatch=1", SEQUENCE)),
-    ],
-)
-def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, of_one_process: OfOneProcess, dp: int, tp: int, options: tuple[str, ...]
-) -> None:
-    of_model = [option for option in options if option.startswith(("model.", "train.global_batch"))]
-    alone, expected = of_one_process(*MODEL, *of_model)
-    together = config_of(*MODEL, *options, f"mesh.tp={tp}", name="together")
-    outcomes = trained(together, dp * tp)
-    require_serial(together, outcomes, alone, expected)
-    assert ("tp", "allreduce") in deviations(outcomes[0])
-
-
-@pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3")])
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_sends_half_of_the_bytes_and_the_loss_in_single(
-    config_of: MakeConfig, precision: str, options: tuple[str, ...]
-) -> None:
-    config = config_of(*MODEL, *options, "mesh.tp=2", f"train.precision={precision}")
-    outcomes = trained(config, 4)
-    require_same_on_all(outcomes)
-    found = deviations(outcomes[0])
-    assert {nbytes for (name, _), nbytes in found.items() if name == "tp"} == {0}, found
 
 
 @pytest.mark.parametrize("options", [(), (SEQUENCE, "tensor_parallel.gather_again=true")])
@@ -161,10 +103,6 @@ def test_heads_that_do_not_divide_are_refused(config_of: MakeConfig) -> None:
     )
 
 
-def test_degrees_that_do_not_fit_the_ranks_are_refused(config_of: MakeConfig) -> None:
-    assert "tp=3 does not divide the job's 2 ranks" in refused(config_of(*MODEL, "mesh.tp=3"), 2, LayoutError)
-
-
 def test_one_rank_builds_the_model_that_it_builds_without_tensor_parallelism(config_of: MakeConfig) -> None:
     config = config_of(*MODEL)
     model = parallelize_llama(config.model_config_for(256), Mesh(Communicator.alone()), config).model
@@ -172,18 +110,3 @@ def test_one_rank_builds_the_model_that_it_builds_without_tensor_parallelism(con
 
 
 # --- MPI ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("options", [(), (SEQUENCE, "optimizer.zero_stage=3", "tensor_parallel.chunks=2")])
-def test_over_mpi_it_is_the_run_of_one_process(
-    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
-) -> None:
-    tp = next(degree for degree in (2, 3, 1) if world.size % degree == 0)
-    told = (*MODEL, "model.kv_heads=12")
-    config = world.broadcast_object(config_of(*told, *options, f"mesh.tp={tp}"))
-    expected = trained(config_of(*told, name="alone"))[0]
-    outcome = Run(config, world).train()
-    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
-    assert max(difference for difference, _ in found) < 1e-10
-    assert {nbytes for _, each in found for nbytes in each.values()} <= {0, None}, found
