@@ -14,7 +14,7 @@ mistral without a window is a llama by another name. The library `transformers` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,6 +34,21 @@ ARCHITECTURES = {
 """Class of transformers by the model type of its config."""
 
 HEAD_NORMS = ("qwen3", "qwen3_moe")
+
+AT_LEAST_ONE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "max_position_embeddings",
+)
+WHOLE_NUMBERS = (
+    *("num_key_value_heads", "head_dim", "num_experts_per_tok", "num_local_experts", "num_experts"),
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group"),
+    *("first_k_dense_replace", "decoder_sparse_step"),
+)
+NUMBERS = ("initializer_range", "rms_norm_eps", "router_aux_loss_coef", "routed_scaling_factor")
+ROTARY_NUMBERS = ("rope_theta", "partial_rotary_factor")
+FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "use_sliding_window")
+TABLES = ("rope_parameters", "rope_scaling")
+"""Keys of a config.json by what their values must be."""
 
 BIAS_RATE = 0.001
 """Step of the biases of a glm4_moe that is trained on: DeepSeek-V3's. Its config does not say it."""
@@ -164,10 +179,18 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
 
     Its losses and its dropout are not read, except for `router_aux_loss_coef` (balance_loss). A glm4_moe gets
     a `bias_rate`, without which our model has no biases.
-    errors   ConfigError for another kind of model, and for what our attention does not do: latent attention
-             (DeepSeek), windows, scaled rotary embeddings, biases of projections
+    errors   ConfigError for another kind of model, for values that are none, and for what our attention does
+             not do: latent attention (DeepSeek), windows, scaled rotary embeddings, biases of projections
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"a config of {type(config).__name__}: {config!r:.60}; it must be an object of keys and values, "
+            "as save_pretrained of transformers writes"
+        )
+    config = {key: value for key, value in config.items() if value is not None}  # null: as if left out
     kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):
         raise ConfigError(
             f"a model of the type {kind!r} has multi-head latent attention, which makes keys and values of "
@@ -182,11 +205,43 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
         )
     if kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
+    _require_forms(config)
     _require_plain_attention(config)
     try:
         return _sizes_from(kind, config)
     except KeyError as error:
         raise ConfigError(f"the config of a model of the type {kind!r} lacks {error.args[0]}") from error
+
+
+def _require_forms(config: Mapping[str, Any]) -> None:
+    """ConfigError for a key whose value is of another kind, such as a list in place of a number."""
+
+    def is_whole(value: object, least: int = 0) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    def are_layers(value: object) -> bool:
+        return isinstance(value, list) and all(is_whole(each) for each in value)
+
+    def require(
+        keys: Iterable[str], found: Mapping[str, Any], fits: Callable[[Any], bool], form: str
+    ) -> None:
+        for key in keys:
+            if key in found and not fits(found[key]):
+                raise ConfigError(
+                    f"the config of a model of the type {config['model_type']!r} has {key}={found[key]!r}; "
+                    f"give {form}"
+                )
+
+    require(AT_LEAST_ONE, config, lambda value: is_whole(value, 1), "a whole number of at least 1")
+    require(WHOLE_NUMBERS, config, is_whole, "a whole number of at least 0")
+    require(NUMBERS, config, is_number, "a number")
+    require(FLAGS, config, lambda value: isinstance(value, bool), "true or false")
+    require(TABLES, config, lambda value: isinstance(value, Mapping), "an object of keys and values")
+    require(["mlp_only_layers"], config, are_layers, "a list of layers' numbers")
+    require(ROTARY_NUMBERS, _rotary(config), is_number, "a number")
 
 
 def _sizes_from(kind: str, config: Mapping[str, Any]) -> LlamaConfig:
@@ -218,6 +273,14 @@ def _query_key_norm(kind: str, config: Mapping[str, Any]) -> Literal["none", "he
 
 
 def _experts_from(kind: str, config: Mapping[str, Any]) -> Experts:
+    renormalises = kind == "mixtral" or config.get("norm_topk_prob", kind == "glm4_moe")
+    if config["num_experts_per_tok"] == 1 and renormalises:
+        raise ConfigError(
+            f"the config of a model of the type {kind!r} has num_experts_per_tok=1 and divides a token's "
+            "weights by their sum: the one weight is always 1, and hpcpar trains no router by it. Take a "
+            "model with more experts for each token, or train this one as a model of transformers: "
+            "share_experts divides its experts"
+        )
     common = {
         "per_token": config["num_experts_per_tok"],
         "balance_loss": config.get("router_aux_loss_coef", 0.0),

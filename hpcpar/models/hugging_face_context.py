@@ -25,7 +25,10 @@ from hpcpar.tensor_parallel.cross_entropy import IGNORED
 ATTENTION = "hpcpar_context"
 """Name of the attention in transformers' AttentionInterface."""
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
+KINDS = (
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"),
+)
 """Model types whose attention is scores, a causal mask, perhaps a window, and softmax; nothing else."""
 
 ROTARY = ("default", "linear", "llama3", "yarn")

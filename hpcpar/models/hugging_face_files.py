@@ -54,14 +54,17 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def read_sizes(directory: Path | str) -> LlamaConfig:
     """Return the sizes of the model in a directory; as `sizes_from_hugging_face`.
 
-    errors   CheckpointError where there is no config.json
+    errors   CheckpointError where there is no config.json; ConfigError for one of a model that is not ours
     """
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; name the directory of a model") from error
-    return sizes_from_hugging_face(config)
+    try:
+        return sizes_from_hugging_face(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 @torch.no_grad()
@@ -95,7 +98,7 @@ def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator)
         except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
         _require_complete(set(names.values()), set(file_of), sizes.layers, directory)
-    shapes = sizes.shapes()
+    shapes = _shapes(sizes)
 
     def value_of(name: str) -> Tensor:
         stored_as = names[name]
@@ -104,7 +107,7 @@ def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator)
                 value: Tensor = stored.get_tensor(stored_as)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {stored_as} of {directory}: {error}") from error
-        _require_shape(stored_as, value, shapes.get(name), directory / file_of[stored_as])
+        _require_form(stored_as, value, shapes[name], directory / file_of[stored_as])
         return value
 
     return value_of
@@ -155,7 +158,7 @@ def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: s
 def _read(model: Llama | LlamaStages, directory: Path) -> None:
     names, file_of = file_names(model.config), _files(directory)
     _require_complete(set(names.values()), set(file_of), model.config.layers, directory)
-    shapes = model.config.shapes()
+    shapes = _shapes(model.config)
     of_file: dict[str, list[tuple[str, Tensor | None]]] = {}
     for name, target in _targets(model, names):
         of_file.setdefault(file_of[names[name]], []).append((name, target))
@@ -163,7 +166,7 @@ def _read(model: Llama | LlamaStages, directory: Path) -> None:
         with safe_open(directory / file, framework="pt") as stored:
             for name, target in targets:
                 value = stored.get_tensor(names[name])
-                _require_shape(names[name], value, shapes.get(name), directory / file)
+                _require_form(names[name], value, shapes[name], directory / file)
                 if target is not None:
                     target.copy_(own_shard(target, value))
                 elif value.any():
@@ -173,10 +176,27 @@ def _read(model: Llama | LlamaStages, directory: Path) -> None:
                     )
 
 
-def _require_shape(name: str, value: Tensor, shape: tuple[int, ...] | None, file: Path) -> None:
-    if shape is not None and tuple(value.shape) != shape:
+def _shapes(sizes: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter and each bias of experts, by our names."""
+    shapes = dict(sizes.shapes())
+    for name in file_names(sizes):
+        if name not in shapes:
+            assert sizes.experts is not None, "only a mixture has biases"
+            shapes[name] = (sizes.experts.count,)
+    return shapes
+
+
+def _require_form(name: str, value: Tensor, shape: tuple[int, ...], file: Path) -> None:
+    """CheckpointError for a tensor of another shape, and for one that is quantized."""
+    if tuple(value.shape) != shape:
         raise CheckpointError(
             f"{name} in {file} has the shape {list(value.shape)}, and by config.json it has {list(shape)}"
+        )
+    if not value.is_floating_point() or value.element_size() < 2:
+        raise CheckpointError(
+            f"{name} in {file} is of {value.dtype}: quantized, with scales elsewhere, and hpcpar reads "
+            "values of float32, bfloat16 or float16; take the files before quantization, or dequantize the "
+            "model and save it by save_pretrained"
         )
 
 
@@ -197,7 +217,13 @@ def _files(directory: Path) -> dict[str, str]:
     """Return the file of each tensor, by the tensor's name."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        told = json.loads(index.read_text(encoding="utf-8"))
+        found = told.get("weight_map") if isinstance(told, dict) else None
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise CheckpointError(
+                f"{index} has no weight_map, an object of tensors' names and their files' names; save the "
+                "model by save_pretrained of transformers 4 or later"
+            )
         return found
     with safe_open(directory / WHOLE, framework="pt") as stored:
         return dict.fromkeys(stored.keys(), WHOLE)

@@ -23,12 +23,14 @@ from torch.nn import functional
 from hpcpar.autograd.recompute import first_time
 from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator
+from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.expert_parallel.routing import Routing, route, within_capacity
 from hpcpar.models.balancing import Balancing
 from hpcpar.models.layers import Layers, Linear, LinearFactory, Projection, project_each
 from hpcpar.parameter_info import note
 from hpcpar.planner.experts import Experts
+from hpcpar.tensor_parallel.split import ModulesOfRanks
 
 
 class FeedForward(nn.Module):
@@ -114,8 +116,13 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.sizes, self.number = sizes, number
         self.gate = Router(hidden_size, layers, sizes)
-        self.experts = nn.ModuleList()
         self._parallel = layers.experts or ExpertParallel(Communicator.alone(), sizes.count)
+        if self._parallel.count != sizes.count:
+            raise LayoutError(
+                f"ExpertParallel divides count={self._parallel.count} experts, and the model has "
+                f"experts.count={sizes.count}; make it as ExpertParallel(mesh.ep, {sizes.count})"
+            )
+        self.experts = ModulesOfRanks(self._parallel.comm)
         column, row = layers.expert_column_linear, layers.expert_row_linear
         for expert in self._parallel.own:
             module = FeedForward(hidden_size, sizes.ffn_size, column=column, row=row)

@@ -93,10 +93,12 @@ class Experts:
                 raise ConfigError(f"experts.{name}={getattr(self, name)!r}; give 0, for none, or more")
         if not 0 < self.scale < float("inf"):
             raise ConfigError(f"experts.scale={self.scale!r}; give a factor above 0")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+        factor = self.capacity_factor
+        if factor is not None and not 0 < factor < float("inf"):
+            effect = "is no number of tokens" if factor > 0 else "would drop every token"
             raise ConfigError(
-                f"experts.capacity_factor={self.capacity_factor!r} would drop every token; give a factor "
-                "above 0 (1 is room for equal loads), or leave it out to drop none"
+                f"experts.capacity_factor={factor!r} {effect}; give a factor above 0 (1 is room for equal "
+                "loads), or leave it out to drop none"
             )
 
     def _check_choice(self) -> None:

@@ -370,8 +370,24 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
     )
 
 
+class ModulesOfRanks(nn.ModuleList):
+    """Modules of which each rank of `comm` has some, as experts, under names that are all different.
+
+    `whole_state_dict` gathers those of the other ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.comm = comm if comm.size > 1 else None
+
+
+@torch.no_grad()
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Gather the serial module's state_dict() on every rank; tied weights stay tied. Collective."""
+    """Gather the serial module's state_dict() on every rank; tied weights stay tied. Collective.
+
+    Experts that other ranks have come from these, one tensor after the other. Of a pipeline's stage it is the
+    state of this stage.
+    """
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     wholes: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -379,4 +395,43 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
             if id(value) not in wholes:
                 wholes[id(value)] = gather_whole(value)
             state[name] = wholes[id(value)]
+    prefixes: dict[Communicator, list[str]] = {}
+    for name, each in module.named_modules():
+        if isinstance(each, ModulesOfRanks) and each.comm is not None:
+            prefixes.setdefault(each.comm, []).append(f"{name}." if name else "")
+    for comm, several in prefixes.items():
+        state = _with_those_of_others(state, tuple(several), comm)
     return state
+
+
+def _with_those_of_others(
+    state: dict[str, Any], prefixes: tuple[str, ...], comm: Communicator
+) -> dict[str, Any]:
+    """Return the state with the tensors of all ranks, in the serial module's order. Collective.
+
+    prefixes   of names that one rank alone has; all others are the same, in the same order, on all ranks
+    """
+    told = [(name, name.startswith(prefixes), value) for name, value in state.items()]
+    everyone: list[list[tuple[str, tuple[Any, ...] | None]]] = comm.allgather_object(
+        [
+            (name, (value.shape, value.dtype, value.device.type) if is_own else None)
+            for name, is_own, value in told
+        ]
+    )
+    whole: dict[str, Any] = {}
+    readers = [iter(names) for names in everyone]
+    for common in [*(name for name, is_own, _ in told if not is_own), None]:
+        for rank, names in enumerate(readers):
+            for name, form in names:
+                if form is None:
+                    assert name == common, "ranks that divide experts have the same layers"
+                    break
+                shape, dtype, device = form
+                is_here = rank == comm.rank
+                value = (
+                    state[name].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=device)
+                )
+                whole[name] = comm.broadcast(value, rank)
+        if common is not None:
+            whole[common] = state[common]
+    return whole

@@ -260,6 +260,9 @@ class RunDirectory:
                 "have them, or start anew without --resume"
             )
         changed = [key for key in MODEL_KEYS if model_value(before, key) != model_value(now, key)]
+        rates = [of.experts.bias_rate for of in (before, now) if of.experts is not None]
+        if len({rate > 0 for rate in rates}) > 1:  # with a rate the model has biases, without one it has none
+            changed.append("experts.bias_rate")
         if changed:
             there, here = ({key: json.dumps(model_value(of, key)) for key in changed} for of in (before, now))
             differences = [f"model.{key} = {there[key]} there, {here[key]} here" for key in changed]

@@ -20,7 +20,7 @@ from hpcpar.models import Balancing, ExpertRanks, Experts, Llama, LlamaConfig, g
 from hpcpar.models.balancing import LayerBalance
 from hpcpar.models.expert_tokens import ExpertTokens
 from hpcpar.parameter_info import info_of
-from hpcpar.tensor_parallel import TensorParallel, gather_whole
+from hpcpar.tensor_parallel import TensorParallel, gather_whole, whole_state_dict
 from tests.grid import pairwise
 
 TOLERANCE = 1e-11
@@ -378,3 +378,46 @@ def test_over_tp_and_cp_a_balancing_is_to_be_given() -> None:
 def test_an_unused_ffn_size_need_not_divide() -> None:
     config = replace(SMALL, ffn_size=25, experts=Experts(6, 2, 12))
     run_loopback(2, lambda comm: parallel_layers(config, comm))
+
+
+@pytest.mark.parametrize(
+    ("size", "degrees"),
+    [(2, {"ep": 2}), (3, {"ep": 3}), (4, {"ep": 2, "tp": 2}), (4, {"ep": 2, "tp": 2, "etp": 2})],
+    ids=str,
+)
+def test_the_whole_state_is_the_serial_one_on_every_rank(size: int, degrees: dict[str, int]) -> None:
+    config = config_with(count=7)
+    serial = Llama(config, seed=1).to(torch.bfloat16)
+
+    def on_rank(comm: Communicator) -> dict[str, Tensor]:
+        mesh = Mesh(comm, **degrees)
+        split = degrees.get("etp", 1) > 1
+        ranks = ExpertRanks(
+            ExpertParallel(mesh.ep, 7),
+            split=split,
+            replicas=mesh.edp,
+            balancing=Balancing(config.experts, mesh.replicas),
+        )
+        model = Llama(config, parallel_layers(config, mesh.tp, experts=ranks), seed=1)
+        return whole_state_dict(model.to(torch.bfloat16))
+
+    for found in run_loopback(size, on_rank):
+        assert list(found) == list(serial.state_dict())
+        for name, value in serial.state_dict().items():
+            assert torch.equal(found[name], value), name
+
+
+def test_ranks_that_divide_another_number_of_experts_are_refused() -> None:
+    ranks = ExpertRanks(ExpertParallel(Communicator.alone(), 16))
+    with pytest.raises(LayoutError, match=r"divides count=16 experts, .* has experts.count=6; make it as"):
+        Llama(SMALL, parallel_layers(SMALL, Communicator.alone(), experts=ranks), seed=1)
+
+
+@pytest.mark.mpi
+def test_the_whole_state_is_gathered_over_mpi(world: Communicator) -> None:
+    mesh = Mesh(world, ep=world.size)
+    ranks = ExpertRanks(ExpertParallel(mesh.ep, 6), replicas=mesh.edp)
+    found = whole_state_dict(Llama(SMALL, parallel_layers(SMALL, mesh.tp, experts=ranks), seed=1))
+    serial = Llama(SMALL, seed=1).state_dict()
+    assert list(found) == list(serial)
+    assert all(torch.equal(found[name], value) for name, value in serial.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import CheckpointError, ConfigError, PeerFailedError
 from hpcpar.models import Layers, Llama, LlamaConfig, Part, parallel_layers
 from hpcpar.models.hugging_face_config import hugging_face_config, sizes_from_hugging_face
-from hpcpar.models.hugging_face_files import file_tensors, read_parameters, read_sizes
+from hpcpar.models.hugging_face_files import file_tensors, read_parameters, read_sizes, stored_values
 from hpcpar.planner.experts import Experts
 from hpcpar.tensor_parallel import own_shard
 
@@ -114,8 +115,8 @@ def test_what_was_read_is_written_bit_for_bit(kind: str, tmp_path: Path) -> None
 class OwnExperts:
     """The experts of one rank, as ExpertParallel says them; nothing is computed."""
 
-    def __init__(self, own: range) -> None:
-        self.own, self.comm = own, Communicator.alone()
+    def __init__(self, own: range, count: int) -> None:
+        self.own, self.count, self.comm = own, count, Communicator.alone()
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -129,7 +130,7 @@ def test_a_rank_reads_what_it_holds(kind: str, tmp_path: Path) -> None:
     def on_rank(comm: Communicator) -> set[str]:
         tp = comm if sizes.qk_norm != "all" else Communicator.alone()
         own = (range(half), range(half, sizes.experts.count))[comm.rank]
-        layers = replace(parallel_layers(sizes, tp), experts=OwnExperts(own))
+        layers = replace(parallel_layers(sizes, tp), experts=OwnExperts(own, sizes.experts.count))
         model = Llama(sizes, layers, seed=None, part=Part.of(1 + comm.rank, 5, 3))
         read_parameters(model, tmp_path, comm)
         for name, parameter in model.named_parameters():
@@ -274,8 +275,59 @@ def test_files_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
     assert "has the shape [25], and by config.json it has [24]" in str(refused(tmp_path, sizes))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert "cannot read the files of" in str(refused(tmp_path, sizes))
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert "cannot read the files of" in str(refused(tmp_path, sizes))
+    for index in ("{}", "[]", '{"weight_map": null}', '{"weight_map": {"lm_head.weight": 1}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        assert "index.json has no weight_map" in str(refused(tmp_path, sizes))
+
+
+BIASES = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        (BIASES, torch.ones(1), f"{BIASES} in .* has the shape [1], and by config.json it has [8]"),
+        ("model.norm.weight", torch.ones(24, dtype=torch.int8), "model.norm.weight in .* is of torch.int8"),
+        ("model.norm.weight", torch.ones(24).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn: quantized"),
+    ],
+    ids=str,
+)
+def test_tensors_of_another_form_are_named(name: str, value: Tensor, reason: str, tmp_path: Path) -> None:
+    theirs("Glm4Moe", tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | {name: value}, tmp_path / "model.safetensors")
+    pattern = re.escape(reason).replace(re.escape(".*"), ".*")
+    assert re.search(pattern, str(refused(tmp_path, read_sizes(tmp_path))))
+    with pytest.raises(CheckpointError, match=pattern):
+        stored_values(read_sizes(tmp_path), tmp_path, Communicator.alone())(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0; give a whole number of at least 1"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_local_experts": [5]}, r"num_local_experts=\[5\]; give a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; give a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1; give true or false"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; give an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x'; give a number"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3; give a list"),
+        ({"model_type": []}, r"a model of the type \[\]"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 and divides .* Take a model with more"),
+    ],
+    ids=str,
+)
+def test_values_of_a_config_that_do_not_fit_are_named(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    theirs("Mixtral", tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told | changes))
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path))}/config.json: .*{reason}"):
+        read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"a config of list: \[1\]; it must be an object"):
+        read_sizes(tmp_path)
 
 
 def test_a_file_that_one_rank_cannot_read_stops_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose experts are divided among ranks: the serial run's numbers, bytes, samples and checkpoints."""
+"""Runs whose experts are divided among ranks: uneven routing, samples and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.errors import CheckpointError, ConfigError, LayoutError
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Run
-from hpcpar.training.metrics import records_of
 from tests.training.runs import (
-    SEQUENCE,
     MakeConfig,
-    OfOneProcess,
-    deviations,
     refused,
     require_resumed_bit_for_bit,
-    require_serial,
     trained,
 )
 
@@ -50,53 +45,6 @@ BALANCED = (
     "model.experts.first_dense=1",
     "model.experts.bias_rate=0.01",
 )
-
-
-def of_model(options: tuple[str, ...]) -> list[str]:
-    """Options that change what is computed, and not only where."""
-    same = ("model.", "train.global_batch", "train.sequence", "data.", "optimizer.name")
-    return [option for option in options if option.startswith(same)]
-
-
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        (3, ("mesh.ep=3", "optimizer.name=sgd", *BALANCED)),
-        (4, ("mesh.ep=2", "optimizer.zero_stage=1", *BALANCED)),
-        (4, ("mesh.ep=2", "optimizer.zero_stage=3", "train.recompute=full", *BALANCED)),
-        (4, ("mesh.ep=4", "mesh.tp=2", *BALANCED)),
-        (4, ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", SEQUENCE, *BALANCED)),
-        (4, ("mesh.cp=2", "mesh.ep=4", "train.recompute=selective", *BALANCED)),
-        (4, ("mesh.cp=2", "mesh.ep=2", "mesh.tp=2", "optimizer.name=sgd")),
-        (4, ("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4", *BALANCED)),
-        (
-            4,
-            (
-                *("mesh.pp=2", "mesh.ep=2", "train.microbatch=1", "train.global_batch=4"),
-                *("pipeline.balance=measured", *BALANCED),
-            ),
-        ),
-        # Some dp ranks have fewer sequences than others.
-        (3, ("mesh.ep=3", "train.global_batch=4", "train.microbatch=1", "optimizer.zero_stage=2")),
-    ],
-)
-def test_any_layout_trains_the_model_of_one_process_and_sends_what_theory_says(
-    config_of: MakeConfig, of_one_process: OfOneProcess, size: int, options: tuple[str, ...]
-) -> None:
-    alone, expected = of_one_process(*MODEL, *of_model(options))
-    together = config_of(*MODEL, *options, name="together")
-    require_serial(together, trained(together, size), alone, expected)
-    mine, theirs = (
-        [
-            record["experts"]
-            for record in records_of(config.output.directory / "metrics.jsonl")
-            if "loss" in record
-        ]
-        for config in (together, alone)
-    )
-    for key in ("layer", "max_over_mean", "idle", "balance_loss", "z_loss"):
-        for own, others in zip(mine, theirs, strict=True):
-            assert own[key] == pytest.approx(others[key], abs=1e-10), key
 
 
 def send_all_to_the_first(run: Run) -> None:
@@ -232,6 +180,12 @@ def test_a_sample_is_the_serial_models(config_of: MakeConfig, size: int, layout:
         (2, ("model.experts.capacity_factor=0",), ConfigError, "would drop every token"),
         (
             2,
+            ("model.experts.capacity_factor=inf",),
+            ConfigError,
+            "capacity_factor=inf is no number of tokens",
+        ),
+        (
+            2,
             ("mesh.ep=2", "optimizer.shared_parameters=true", "optimizer.zero_stage=1"),
             ConfigError,
             "ranks of a node hold different experts",
@@ -246,22 +200,36 @@ def test_what_does_not_fit_is_refused_at_the_start_with_what_does(
     assert not config.output.directory.exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        (
+            0.05,
+            0.0,
+            r"model\.experts\.bias_rate = 0\.05 there, 0\.0 here; set model\.experts\.bias_rate=0\.05",
+        ),
+        (
+            0.0,
+            0.05,
+            r"model\.experts\.bias_rate = 0\.0 there, 0\.05 here; set model\.experts\.bias_rate=0\.0",
+        ),
+    ],
+)
+def test_resuming_with_biases_switched_on_or_off_names_the_key(
+    config_of: MakeConfig, before: float, now: float, words: str
+) -> None:
+    trained(config_of(*MODEL, "train.steps=1", f"model.experts.bias_rate={before}"))
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            Run(config_of(*MODEL, f"model.experts.bias_rate={now}"), comm, resume=True)
+
+    run_loopback(2, work)
+
+
 def test_a_model_without_experts_has_none_to_divide(config_of: MakeConfig) -> None:
     message = refused(config_of("mesh.ep=2"), 2, ConfigError)
     assert "mesh.ep = 2, but the model has no experts to divide; take a preset" in message
 
 
 # --- MPI ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("options", [(), ("optimizer.zero_stage=3", "model.experts.shared_ffn_size=8")])
-def test_over_mpi_it_is_the_run_of_one_process(
-    world: Communicator, config_of: MakeConfig, options: tuple[str, ...]
-) -> None:
-    config = world.broadcast_object(config_of(*MODEL, *options, f"mesh.ep={world.size}"))
-    expected = trained(config_of(*MODEL, *of_model(options), name="alone"))[0]
-    outcome = Run(config, world).train()
-    found = world.allgather_object((abs(outcome.held_out_loss - expected.held_out_loss), deviations(outcome)))
-    assert max(difference for difference, _ in found) < 1e-10
-    assert {nbytes for _, each in found for nbytes in each.values()} <= {0, None}, found
