@@ -15,8 +15,8 @@ from hpcpar.models.hugging_face_config import sizes_from_hugging_face
 from hpcpar.planner.cluster import MACHINES, Cluster
 from hpcpar.planner.constants import constants_of, read_constants, write_constants
 from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.layout import Layout
 from hpcpar.planner.hugging_face_shapes import FAMILIES
+from hpcpar.planner.layout import Layout
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.run_file import PlannedRun, job_script, read_run, train_toml
 from hpcpar.planner.shapes import LlamaConfig
