@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpcpar.comm import objects
 from hpcpar.errors import MismatchError, PeerFailedError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def require_same(comm: Communicator, description: str) -> None:
     """
     if is_same_everywhere(comm, description):
         return
-    descriptions = comm.unchecked("agreement").allgather_object(description)
+    descriptions = objects.gathered(comm, description, "agreement", "different calls")
     raise MismatchError(
         f"ranks of communicator {comm.name!r} made different calls in the same place: "
         f"{_who_asked_for_what(comm.world_ranks, descriptions)}. Every rank must make the same calls in the "
@@ -58,7 +59,7 @@ def require_success(comm: Communicator, error: BaseException | None, doing: str)
     if comm.size == 1 and error is not None:
         raise error
     message = None if error is None else f"{type(error).__name__}: {error}"
-    messages = comm.unchecked("agreement").allgather_object(message)
+    messages = objects.gathered(comm, message, "agreement", "agree")
     failed = {rank: text for rank, text in enumerate(messages) if text is not None}
     if failed:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -48,6 +48,7 @@ class Arguments:
     averaged      what is divided by the number of ranks, or multiplied by `factor`, at the end
     kept          the data are only read
     written       the caller's array that receives the result; None: it is a new one, or not on this rank
+    refused       why the call, which other ranks may have begun, ends with a MismatchError; "": it does not
     result        of the caller's arrays; None: out, or buffer where there is no out
     """
 
@@ -70,6 +71,7 @@ class Arguments:
     written: Any = None
     result: Result | None = None
     is_cacheable: bool = True
+    refused: str = ""
     combines: bool = False
 
     def table(self, ranks: Sequence[int]) -> list[int]:

@@ -7,18 +7,15 @@ Request ──> cache ── hit ───────────────�
 from __future__ import annotations
 
 import copy
-import ctypes
 import operator
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
 from hpcpar.comm import agree
 from hpcpar.comm.collectives import COLLECTIVES, MESSAGES, ROOTED
-from hpcpar.comm.compiled import CompiledCollective, Handle, Turn
+from hpcpar.comm.compiled import AtEnd, CompiledCollective, Handle, Turn
 from hpcpar.comm.compiling import compile_collective
 from hpcpar.comm.compiling_messages import compile_message
 from hpcpar.comm.devices import Devices
@@ -26,13 +23,14 @@ from hpcpar.comm.executors import native
 from hpcpar.comm.executors.message import Signature
 from hpcpar.comm.request import (
     NO_ARRAY,
-    NUMBERS,
     Asked,
     Key,
-    Memory,
     Request,
+    is_fixed,
     is_used_in_place,
+    memory_of,
     rank_of,
+    require_name,
     scaling_of,
 )
 from hpcpar.comm.runtime import RECENT, Runtime
@@ -52,36 +50,6 @@ CACHED = 512
 """Compiled collectives that a communicator keeps."""
 CACHED_NBYTES = 64 * MiB
 """Memory of their own that these take together: landing memory and copies of what a call may not change."""
-
-
-_NUMPY = np.ndarray
-_address = ctypes.addressof
-_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
-
-
-def memory_of(array: Any) -> Memory | None:
-    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
-
-    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
-    an array elsewhere that has the same ones is the same memory.
-    """
-    if type(array) is _NUMPY or (isinstance(array, _NUMPY) and not isinstance(array, np.ma.MaskedArray)):
-        try:  # a quarter of the cost of array.ctypes.data; what it refuses could not be used in place
-            return _address(_first_byte(array)), array.size, array.dtype
-        except (TypeError, ValueError):
-            return None
-    try:
-        # The flags belong to the key, so that a look at them costs no branch here.
-        return (
-            array.data_ptr(),
-            array.numel(),
-            array.dtype,
-            array.is_contiguous(),
-            array.is_conj(),
-            array.is_neg(),
-        )
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
 
 
 class Calls:
@@ -120,9 +88,12 @@ class Calls:
 
     def run(self, collective: str, asked: Asked, buffer: Any = None, out: Any = None) -> Any:
         """Start a call and wait for it; its result."""
+        progress = self.progress
+        if progress.lock._is_owned():  # as `is_inside`, in half the time
+            self.require_usable(collective)
         try:
             compiled = self._started(collective, asked, buffer, out)
-            self.progress.run(compiled)
+            progress.run(compiled)
         except BaseException:
             self._go_on(buffer, out)
             raise
@@ -134,10 +105,15 @@ class Calls:
 
     def start(self, collective: str, asked: Asked, buffer: Any = None, out: Any = None) -> Handle:
         """Start a call, and bring it as far as it goes without waiting."""
+        if self.progress.lock._is_owned():
+            self.require_usable(collective)
         try:
             compiled = self._started(collective, asked, buffer, out)
             result = compiled.result
-            found = (buffer if out is None else out) if result is None else result(buffer, out)
+            if result is None:
+                found = buffer if out is None else out
+            else:
+                found = result(buffer, out) if type(result) is not AtEnd else partial(result, buffer, out)
             compiled.memory = buffer, out
             handle = compiled.handle = Handle(self.progress, compiled, found)
             self.progress.add(compiled)
@@ -209,6 +185,7 @@ class Calls:
         view = copy.copy(self)
         view.checked = False
         view.label = label
+        self.runtime.calls.add(view)  # also where this is all that is left of the communicator
         return view
 
     def require_usable(self, what: str) -> None:
@@ -231,24 +208,25 @@ class Calls:
             root = request.root
             if root is not None or request.collective in ROOTED:
                 root = rank_of(root, self.size, f"the root of {request.collective}", self.name)
+            require_name(request)
             scaled = request._replace(scaling=scaling_of(request.scaling))
             arguments = COLLECTIVES[request.collective](self, scaled, root, buffer, out)
+            arguments.root = root
+            words = [arguments.described, "" if root is None else f"root={root}"]
+            words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
+            words.append("" if request.name is None else f"name={request.name!r}")
+            described = f"{request.collective}({', '.join(filter(None, words))})"
+            compiled = compile_collective(self, request, arguments, described, buffer, out)
         except MismatchError:  # which all ranks have
             raise
         except Exception as error:
             if self.checked:
                 self.require_same(f"{request.collective}, and failed: {error or type(error).__name__}")
             raise
-        arguments.root = root
-        words = [arguments.described, "" if root is None else f"root={root}"]
-        words.append("" if request.algorithm is None else f"algorithm={request.algorithm}")
-        words.append("" if request.name is None else f"name={request.name!r}")
-        described = f"{request.collective}({', '.join(filter(None, words))})"
-        compiled = compile_collective(self, request, arguments, described, buffer, out)
         compiled.count_write = write_counter(arguments.written)
         is_cacheable = (
             arguments.is_cacheable
-            and all(type(factor) in NUMBERS for factor in request.scaling[:2])  # arrays' content may change
+            and is_fixed(request)
             and request.input is not None
             and request.output is not None
             and all(
@@ -325,6 +303,12 @@ class Calls:
         """Name of the algorithm, as `Communicator.algorithm_for`."""
         if collective not in ALGORITHMS:
             raise OperationError(f"there is no collective {collective!r}; there are {', '.join(ALGORITHMS)}")
+        try:
+            nbytes = operator.index(nbytes)
+        except TypeError:
+            raise OperationError(
+                f"the algorithm for {collective} of {nbytes!r} bytes was asked for; give a whole number"
+            ) from None
         on_device = on_device and self.runtime.devices is not None  # else it is copied to the host
         return self.choose(
             collective, nbytes, uneven=uneven, named=named, dtype=dtype, op=op, on_device=on_device

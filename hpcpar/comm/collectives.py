@@ -27,7 +27,7 @@ from hpcpar.comm.arguments import (
     written_back,
 )
 from hpcpar.comm.blocks import Action
-from hpcpar.comm.compiled import Result
+from hpcpar.comm.compiled import AtEnd, Result
 from hpcpar.comm.half_precision import Factors, Rescaling, decoding, encoding, wire_buffer
 from hpcpar.comm.reductions import require_op, scaling
 from hpcpar.comm.request import PLAIN, Request, typed
@@ -129,6 +129,8 @@ def _reduce_scatter(calls: Calls, request: Request, root: int | None, buffer: An
         found.first = _prescaled(data, factors)
         found.averaged = data.part(*own)
         found.result = lambda buffer, out: flat(buffer)[own[0] : own[1]]
+        if source.write_back is not None:  # the flat array may be a copy
+            found.result = AtEnd(found.result)
         found.at_end = written_back(source)
         return found
     is_own_part = is_same(target.host, data.part(*own))
@@ -261,6 +263,12 @@ def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out
             f"receive_counts={list(expected or ())}, but without send_counts every rank sends {sent[0]} "
             "elements to each: give both, or neither"
         )
+    refused = ""
+    if expected is not None and expected[calls.rank] != sent[calls.rank]:
+        refused = (
+            f"rank {calls.transport.world_ranks[calls.rank]} sends itself {sent[calls.rank]} elements in "
+            f"alltoall, but has receive_counts={list(expected)}: send_counts and receive_counts must fit"
+        )
     described = f"{source.host.dtype}, {f'equal pieces of {sent[0]}' if is_even else 'uneven pieces'}"
     received = sent if is_even else _received_counts(calls, sent, expected, described)
     total = sum(received)
@@ -283,6 +291,7 @@ def _alltoall(calls: Calls, request: Request, root: int | None, buffer: Any, out
         written=out,
         result=None if out is not None else _always(exchanged),
         is_cacheable=out is not None and is_even,
+        refused=refused,
     )
 
 

@@ -207,6 +207,7 @@ class Communicator:
         returns  ordinary memory where the ranks cannot share any. Collective.
 
         The memory goes with the last reference to it on any rank, at the next `allocate_shared` or `free`.
+        A process forked from the rank, such as a DataLoader's worker, keeps to itself what it writes there.
         """
         self._calls.forget_all()  # some may point into memory that goes now
         return sharing.allocate(self, self._calls.segment, shape, dtype)

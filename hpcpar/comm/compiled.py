@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcpar.comm.accounting import Tally, Trace, TrafficRow
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 
 Result = Callable[[Any, Any], Any]
 """Of the caller's two arrays."""
+
+
+class AtEnd:
+    """A result that can be had only once the call has ended: a copy of what it has written."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def __call__(self, buffer: Any, out: Any) -> Any:
+        return self.result(buffer, out)
+
 
 Awaited = tuple["Sequence[int] | memoryview[int]", int, int]
 """(words, word, value) of memory that ranks share."""
@@ -355,4 +367,6 @@ class Handle:
             raise self.error
         if self._lead is not None:
             self._lead()
+        if type(self._result) is partial:  # of `AtEnd`
+            self._result = self._result()
         return self._result

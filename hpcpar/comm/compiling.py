@@ -72,6 +72,14 @@ def _require_counts(calls: Calls, compiled: CompiledCollective, expected: int, f
         raise MismatchError(text)
 
 
+def _refuse(calls: Calls, compiled: CompiledCollective, text: str) -> None:
+    """End a call that has been begun, and tell all ranks."""
+    if isinstance(compiled.executor, SharedCall):
+        raise compiled.executor.failed(text)
+    calls.runtime.watch.note_mismatch(calls.comm_id, compiled.number, text)
+    raise MismatchError(text)
+
+
 def compile_collective(
     calls: Calls, request: Request, arguments: Arguments, described: str, buffer: Any, out: Any
 ) -> CompiledCollective:
@@ -119,6 +127,8 @@ def compile_collective(
     compiled.nbytes = copy_nbytes
     arguments.last = [*arguments.last, *_divided(calls, arguments), *arguments.at_end]
     compiled.is_cached = arguments.same_everywhere and copy_nbytes <= KEPT_COPY_NBYTES
+    if arguments.refused:
+        arguments.first = [partial(_refuse, calls, compiled, arguments.refused)]
     _bind_steps(calls, compiled, arguments, algorithm, segments, cut, planned, spaces)
     return compiled
 

@@ -11,7 +11,7 @@ from hpcpar.comm.compiled import CompiledCollective, Turn
 from hpcpar.comm.compiling import bind_device_steps, new_compiled
 from hpcpar.comm.executors.peer_message import PeerMessage
 from hpcpar.comm.plan import Message, PlannedStep, counted
-from hpcpar.comm.request import Request, is_used_in_place, rank_of
+from hpcpar.comm.request import Request, is_fixed, is_used_in_place, rank_of
 from hpcpar.errors import MismatchError
 from hpcpar.transport.buffers import write_counter
 from hpcpar.transport.gpu.device_buffer import DeviceBuffer
@@ -56,7 +56,7 @@ def compile_message(calls: Calls, request: Request, array: Any) -> CompiledColle
     side = PeerMessage(calls.transport, peer, tag, host, turn=turn, refuse=refuse, last=last)
     compiled.executor, compiled.nbytes = side, side.nbytes
     compiled.receive = (peer, tag) if receives and not side.is_short else None
-    compiled.is_cached = request.input is not None and is_used_in_place(array)
+    compiled.is_cached = request.input is not None and is_used_in_place(array) and is_fixed(request)
     return compiled
 
 

@@ -126,7 +126,7 @@ def _is_harmless(factor: float) -> bool:
 
 def require_wire(wire: str, dtype: str) -> None:
     """Refuse a wire type that does not exist, or elements that have nothing to gain from it."""
-    if wire not in WIRES:
+    if not isinstance(wire, str) or wire not in WIRES:
         raise OperationError(f"unknown wire type {wire!r}; known are {', '.join(WIRES)}")
     if dtype not in ENCODABLE:
         raise OperationError(

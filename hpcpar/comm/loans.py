@@ -41,7 +41,7 @@ def lend(owner: Communicator, lent: list[Lent], purpose: str, label: str | None)
             IN_USE if each.loan() is not None else crc32(repr(each.comm.calls_of_lent).encode())
             for each in lent
         ]
-        of_ranks = owner.unchecked("agreement").allgather(np.array(calls, dtype=np.int64))
+        of_ranks = owner.unchecked("agreement").allgather(np.array(calls, dtype=np.int64), name="lend")
         of_ranks = of_ranks.reshape(owner.size, -1)
         gone = (of_ranks != IN_USE).all(axis=0)
         same = gone & (of_ranks == of_ranks[0]).all(axis=0)

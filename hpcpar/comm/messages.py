@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcpar.comm.arguments import overlap
 from hpcpar.comm.compiled import Handle
-from hpcpar.comm.request import PLAIN
+from hpcpar.comm.request import PLAIN, rank_of
 from hpcpar.errors import OperationError
 from hpcpar.transport.buffers import bind
 from hpcpar.transport.gpu.device_buffer import is_on_device
@@ -49,6 +49,7 @@ def sendrecv(self: Communicator, buffer: Any, to: int, out: Any, source: int, ta
 
     result   out; where it shares memory with buffer, a copy of buffer is sent
     """
+    rank_of(source, self.size, "the sender", self.name)  # before anything is sent
     if not is_on_device(buffer) and not is_on_device(out):
         here, there = bind(buffer, writable=False).host, bind(out, writable=True, what="out")
         # What comes for an array that is not contiguous is written there before all may have been sent.

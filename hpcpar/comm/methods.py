@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,14 @@ def broadcast(
     return self._calls.run("broadcast", (None, root, algorithm, PLAIN, None, name), buffer)
 
 
+def _at_root(comm: Communicator, root: Any, out: Any) -> Any:
+    """`out` on the root, None elsewhere; a root that is no rank is refused when the request is validated."""
+    try:
+        return out if operator.index(root) == comm.rank else None
+    except TypeError:
+        return None
+
+
 def start_reduce(
     self: Communicator,
     buffer: Any,
@@ -181,7 +190,7 @@ def start_reduce(
 
     result   on the root out, or buffer when out is None; None elsewhere
     """
-    into = out if self.rank == root else None
+    into = None if out is None else _at_root(self, root, out)
     return self._calls.start("reduce", (op, root, algorithm, PLAIN, None, name), buffer, into)
 
 
@@ -196,7 +205,7 @@ def reduce(
     name: str | None = None,
 ) -> Any:
     """`start_reduce` and wait."""
-    into = out if self.rank == root else None
+    into = None if out is None else _at_root(self, root, out)
     return self._calls.run("reduce", (op, root, algorithm, PLAIN, None, name), buffer, into)
 
 

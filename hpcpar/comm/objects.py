@@ -7,7 +7,7 @@ that it is named after.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,10 +49,10 @@ def broadcast_object(comm: Communicator, value: Any = None, root: int = 0) -> An
         payload = _pickled(value) if comm.rank == root else None
     inner = _inner(comm)
     length = np.array([0 if payload is None else payload.size], dtype=np.int64)
-    inner.broadcast(length, root)
+    inner.broadcast(length, root, name="broadcast_object")
     if payload is None:
         payload = np.empty(int(length[0]), dtype=np.uint8)
-    inner.broadcast(payload, root)
+    inner.broadcast(payload, root, name="broadcast_object")
     return value if comm.rank == root else _unpickled(payload)
 
 
@@ -60,9 +60,21 @@ def allgather_object(comm: Communicator, value: T) -> list[T]:
     """All ranks' objects, by rank, on every rank."""
     with checked(comm, "allgather_object"):
         payload = _pickled(value)
-    inner = _inner(comm)
-    lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
-    return _unpickled_pieces(inner.allgather(payload, counts=lengths), lengths)
+    return _gathered(_inner(comm), payload, "allgather_object")
+
+
+def gathered(comm: Communicator, value: T, label: str, name: str) -> list[T]:
+    """`allgather_object` for calls of hpcpar's own.
+
+    label   under which it counts
+    name    what it is for: ranks of which one is there, and another in other calls, get a MismatchError
+    """
+    return _gathered(comm.unchecked(label), _pickled(value), name)
+
+
+def _gathered(inner: Communicator, payload: Octets, name: str) -> list[Any]:
+    lengths = inner.allgather(np.array([payload.size], dtype=np.int64), name=name).tolist()
+    return _unpickled_pieces(inner.allgather(payload, counts=lengths, name=name), lengths)
 
 
 def gather_object(comm: Communicator, value: T, root: int = 0) -> list[T] | None:
@@ -70,14 +82,20 @@ def gather_object(comm: Communicator, value: T, root: int = 0) -> list[T] | None
     with checked(comm, "gather_object", root):
         payload = _pickled(value)
     inner = _inner(comm)
-    lengths = inner.allgather(np.array([payload.size], dtype=np.int64)).tolist()
-    gathered = inner.gather(payload, root, counts=lengths)
-    return None if gathered is None else _unpickled_pieces(gathered, lengths)
+    name = "gather_object"
+    lengths = inner.allgather(np.array([payload.size], dtype=np.int64), name=name).tolist()
+    found = inner.gather(payload, root, counts=lengths, name=name)
+    return None if found is None else _unpickled_pieces(found, lengths)
 
 
 def scatter_object(comm: Communicator, values: Sequence[T] | None = None, root: int = 0) -> T:
     """The root's r-th object, on rank r; what other ranks pass is ignored."""
     with checked(comm, "scatter_object", root):
+        if not isinstance(values, Sized | None):
+            raise OperationError(
+                f"scatter_object was asked for with a {type(values).__name__}; give a sequence with one "
+                f"object for each of the {comm.size} ranks: list(values)"
+            )
         if comm.rank == root and (values is None or len(values) != comm.size):
             raise OperationError(
                 f"scatter_object needs one object for each of the {comm.size} ranks on the root, "
@@ -86,10 +104,11 @@ def scatter_object(comm: Communicator, values: Sequence[T] | None = None, root: 
         payloads = [_pickled(value) for value in values or ()] if comm.rank == root else []
     inner = _inner(comm)
     lengths = np.array([payload.size for payload in payloads] or [0] * comm.size, dtype=np.int64)
-    inner.broadcast(lengths, root)
+    name = "scatter_object"
+    inner.broadcast(lengths, root, name=name)
     own = np.empty(int(lengths[comm.rank]), dtype=np.uint8)
     whole = np.concatenate(payloads) if payloads else None
-    result: T = _unpickled(inner.scatter(whole, root, counts=lengths.tolist(), out=own))
+    result: T = _unpickled(inner.scatter(whole, root, counts=lengths.tolist(), out=own, name=name))
     return result
 
 

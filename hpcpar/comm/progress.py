@@ -45,21 +45,21 @@ class Progress:
         self.looks = 1
         self.is_forked = False
         self.under_way: list[CompiledCollective] = []
-        self._lock: Any = RLock()
+        self.lock: Any = RLock()
         # Advanced first: an exception of a handler may have left it between two uses of common scratch.
         self._latest: CompiledCollective | None = None
 
     @property
     def is_inside(self) -> bool:
         """True in a call that a signal handler or a finalizer makes inside of another call's progress."""
-        return bool(self._lock._is_owned())
+        return bool(self.lock._is_owned())
 
     def leave_to_parent(self) -> None:
         """In a forked process: the calls under way are the rank's, whose memory and messages these are."""
         self.is_forked = self._transport.size > 1  # alone, it is a job of its own
         self.under_way.clear()
         self._latest = None
-        self._lock = RLock()  # another thread may have held it
+        self.lock = RLock()  # another thread may have held it
 
     def require_rank(self, what: str) -> None:
         """Refuse a call in a process that was forked from a rank."""
@@ -84,8 +84,7 @@ class Progress:
         """Take a started call under way, and bring it as far as it goes without waiting."""
         # First into the list: an exception in between leaves it where `poke` finds it.
         self.under_way.append(compiled)
-        if not self.is_inside:
-            self._advance([compiled])
+        self._advance([compiled])
 
     def leave(self, compiled: CompiledCollective) -> None:
         """Take a call under way that an exception of a handler has left."""
@@ -94,7 +93,7 @@ class Progress:
             self._latest = compiled
 
     def _advance(self, calls: Sequence[CompiledCollective], looks: int = 1) -> None:
-        with self._lock:
+        with self.lock:
             latest = self._latest
             for compiled in calls if latest is None else [latest, *calls]:
                 self._latest = compiled
@@ -105,9 +104,7 @@ class Progress:
 
     def run(self, compiled: CompiledCollective) -> None:
         """Bring a started call to its end; its error is raised here."""
-        lock = self._lock
-        if lock._is_owned():
-            self.require_outside("a collective")
+        lock = self.lock
         if not self.under_way:  # the usual case: most end at the first attempt, without the list
             with lock:
                 compiled.advance(self.looks)

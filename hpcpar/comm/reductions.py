@@ -86,7 +86,7 @@ def require_op(op: str, dtype: str) -> None:
     min, max       not on complex; a NaN on any rank is a NaN in the result
     average        floating point and complex only
     """
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise OperationError(f"unknown op {op!r}; known are {', '.join(OPS)}")
     integral = dtype not in _FLOATS and dtype not in _COMPLEX
     if op in ("and", "or", "xor") and not integral:

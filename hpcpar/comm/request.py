@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,12 @@ Key = tuple[Any, ...]
 by this."""
 
 NUMBERS = (float, int)
+
+WHOLE = (int, np.integer)
+
+_NUMPY = np.ndarray
+_address = ctypes.addressof
+_first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 class Request(NamedTuple):
@@ -58,6 +65,31 @@ class Request(NamedTuple):
     tag: Any = None
 
 
+def memory_of(array: Any) -> Memory | None:
+    """Identify the memory of an array: equal for two calls exactly if they work on the same memory alike.
+
+    Only arrays that are used in place can be identified; None for all others. Address and layout suffice:
+    an array elsewhere that has the same ones is the same memory. Ranks compare the shape.
+    """
+    if type(array) is _NUMPY or (isinstance(array, _NUMPY) and not isinstance(array, np.ma.MaskedArray)):
+        try:  # a quarter of the cost of array.ctypes.data; what it refuses could not be used in place
+            return _address(_first_byte(array)), array.shape, array.dtype
+        except (TypeError, ValueError):
+            return None
+    try:
+        # The flags belong to the key, so that a look at them costs no branch here.
+        return (
+            array.data_ptr(),
+            array.shape,
+            array.dtype,
+            array.is_contiguous(),
+            array.is_conj(),
+            array.is_neg(),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
 def is_used_in_place(array: Any) -> bool:
     """True for arrays whose calls can be cached: CPU memory that is read and written where it lies."""
     if isinstance(array, np.ndarray):
@@ -68,25 +100,46 @@ def is_used_in_place(array: Any) -> bool:
     return bool(flags and array.numel())
 
 
-def scaling_of(asked: Scaling) -> Scaling:
-    """Factors as numbers: those in arrays of one number, too."""
-    if asked == PLAIN:
-        return PLAIN
-    prescale_factor, postscale_factor, compression = asked
-    return (
-        _number("prescale_factor", prescale_factor),
-        _number("postscale_factor", postscale_factor),
-        compression,
+def is_fixed(request: Request) -> bool:
+    """True if all numbers asked for stay as they are: those in arrays and tensors may change."""
+    counts = request.counts or ()
+    if request.collective == "alltoall":
+        counts = [count for side in counts for count in side or ()]
+    wholes = (request.root, request.peer, request.tag, *counts)
+    return all(type(factor) in NUMBERS for factor in request.scaling[:2]) and all(
+        number is None or isinstance(number, WHOLE) for number in wholes
     )
 
 
+def require_name(request: Request) -> None:
+    """Refuse a name that is no text."""
+    name = request.name
+    if name is not None and not isinstance(name, str):
+        raise OperationError(f"{request.collective} has the name {name!r}; give a str")
+
+
+def scaling_of(asked: Scaling) -> Scaling:
+    """Factors as numbers: those in arrays of one number, too."""
+    prescale_factor, postscale_factor, compression = asked
+    factors = _number("prescale_factor", prescale_factor), _number("postscale_factor", postscale_factor)
+    return PLAIN if compression is None and factors == PLAIN[:2] else (*factors, compression)
+
+
 def _number(what: str, value: Any) -> float:
-    if type(value) in NUMBERS:
-        return value  # type: ignore[no-any-return]
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise OperationError(f"{what} is {value!r}; give a number") from error
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise OperationError(f"{what} is {_shortened(value)}; give a number that a float holds") from error
+    return value if type(value) in NUMBERS else found
+
+
+def _shortened(value: Any) -> str:
+    """The value as Python writes it, or its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"an int of {value.bit_length()} bits"
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def counts_of(counts: Sequence[int] | None) -> Any:

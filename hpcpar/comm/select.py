@@ -167,6 +167,11 @@ NATIVES = {c: _native(c) for c in ("allreduce", "reduce_scatter", "allgather", "
 
 def named_algorithm(collective: str, name: str) -> Algorithm:
     """Find an algorithm by name, "native" too; OperationError with a list of what there is."""
+    if not isinstance(name, str):
+        raise OperationError(
+            f"{collective} by algorithm {name!r}, a {type(name).__name__}, was asked for; give a name: "
+            f"there are {', '.join(names(collective))}"
+        )
     if name == NATIVE and collective in NATIVES:
         return NATIVES[collective]
     return find(collective, name)

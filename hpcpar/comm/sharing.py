@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcpar.comm.agree import require_same
+from hpcpar.comm.objects import gathered
 from hpcpar.comm.shm_segment import LINE_NBYTES, ShmSegment, post_nbytes, segment_nbytes
 from hpcpar.errors import OperationError, SharedMemoryError
 from hpcpar.transport import peer_memory, shared_memory
-from hpcpar.transport.buffers import bind, from_octets, itemsize_of_dtype
+from hpcpar.transport.buffers import bind, from_octets, is_torch_dtype, itemsize_of_dtype
 from hpcpar.transport.shared_memory import Segment
 
 if TYPE_CHECKING:
     from hpcpar.comm.communicator import Communicator
 
 log = logging.getLogger("hpcpar")
+
+LABEL = "shared memory"
+"""Under which all that is done here counts."""
 
 
 def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegment | None, bool, bool]:
@@ -45,7 +50,7 @@ def open_segment(comm: Communicator, post: int | None = None) -> tuple[ShmSegmen
         world_ranks = [comm.world_ranks[rank] for rank in here]
         segment = ShmSegment(mapped, here.index(comm.rank), here, post, pids, _fence(comm), world_ranks)
         segment.start_slots()
-    comm.unchecked("shared memory").barrier()
+    comm.unchecked(LABEL).barrier(name="share_memory")
     return segment, True, bool(pids)
 
 
@@ -58,12 +63,12 @@ def allocate(comm: Communicator, segment: ShmSegment | None, shape: int | Sequen
         shape = _shape(shape)
         nbytes = math.prod(shape) * itemsize_of_dtype(dtype)
     mine = -(-nbytes // LINE_NBYTES) * LINE_NBYTES, None if segment is None else segment.unused()
-    told = comm.unchecked("shared memory").allgather_object(mine)
+    told = gathered(comm, mine, LABEL, "allocate_shared")
     if all(unused is None for _, unused in told):
         return from_octets(None, shape, dtype)
-    numbers = ranks_here(comm)
-    here = [told[rank] for rank in numbers]
-    begin = sum(size for size, _ in here[: numbers.index(comm.rank)])
+    ranks = ranks_here(comm)
+    here = [told[rank] for rank in ranks]
+    begin = sum(size for size, _ in here[: ranks.index(comm.rank)])
     whole = sum(size for size, _ in here)
     mapped, _ = _map_together(comm, max(LINE_NBYTES, whole), (begin, begin + nbytes))
     if segment is None:
@@ -80,8 +85,9 @@ def allocate(comm: Communicator, segment: ShmSegment | None, shape: int | Sequen
 def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros that is the same memory on every rank. Collective.
 
-    errors   OperationError on every rank when they are not all on one node, and
-             SharedMemoryError when that has no memory that they can share
+    shape, dtype   the same on every rank
+    errors   OperationError on every rank when they are not all on one node, MismatchError when they ask for
+             different arrays, and SharedMemoryError when that has no memory that they can share
     """
     with comm.together("allocating memory that all ranks have in common"):
         shape = _shape(shape)
@@ -91,6 +97,7 @@ def allocate_common(comm: Communicator, shape: int | Sequence[int], dtype: Any) 
                 f"memory that all {comm.size} ranks of {comm.name} have in common was asked for, but they "
                 f"are on {len(set(comm.nodes))} nodes; ask for it among the ranks of one node"
             )
+    require_same(comm, f"allocate_common({shape}, {dtype if is_torch_dtype(dtype) else np.dtype(dtype)})")
     if comm.size == 1:
         return from_octets(None, shape, dtype)
     segment, _ = _map_together(comm, max(LINE_NBYTES, nbytes))
@@ -107,7 +114,8 @@ def release(comm: Communicator, segment: ShmSegment | None, array: Any) -> None:
     with comm.together("giving shared memory back"):
         octets = bind(array, writable=False).host.octets
     number = None if segment is None else segment.array_number(octets)
-    told = comm.unchecked("shared memory").allgather_object((segment is not None and octets.size, number))
+    mine = segment is not None and octets.size, number
+    told = gathered(comm, mine, LABEL, "free_shared")
     found = {number for counts, number in told if counts}  # an array of nothing lies nowhere
     if len(found) > 1:
         numbers = [number for _, number in told]
@@ -150,7 +158,6 @@ def _map_together(
     returns   None for a rank that is alone on its node; and whether all went well. If it did not on one
               node, it did on none, and there has been a warning
     """
-    quiet = comm.unchecked("shared memory")
     here = ranks_here(comm)
     path, segment, problem = "", None, shared_memory.hindrance() if len(here) > 1 else None
     if comm.rank == here[0] and len(here) > 1 and problem is None:
@@ -158,14 +165,14 @@ def _map_together(
             path, segment = shared_memory.create(nbytes, own=own)
         except SharedMemoryError as error:
             problem = str(error)
-    made = quiet.allgather_object(path)[here[0]]
+    made = gathered(comm, path, LABEL, "made shared memory")[here[0]]
     try:
         if comm.rank > here[0] and problem is None and made:
             try:
                 segment = shared_memory.attach(made, own)
             except SharedMemoryError as error:
                 problem = str(error)
-        told = quiet.allgather_object((problem, _warned))
+        told = gathered(comm, (problem, _warned), LABEL, "mapped shared memory")
     finally:
         if path:
             shared_memory.remove(path)
@@ -178,12 +185,13 @@ def _map_together(
 
 def _pids_to_read(comm: Communicator, here: Sequence[int]) -> list[int]:
     """The processes of these ranks, if all of the job can read those of their node; else none. Collective."""
-    quiet = comm.unchecked("shared memory")
     peer_memory.allow()
     sample = np.frombuffer(os.urandom(16), dtype=np.uint8)
-    samples = quiet.allgather_object((os.getpid(), sample.ctypes.data, sample.tobytes()))
+    mine = os.getpid(), sample.ctypes.data, sample.tobytes()
+    samples = gathered(comm, mine, LABEL, "samples of memory")
     readable = all(peer_memory.can_read(*samples[rank]) for rank in here)
-    return [samples[rank][0] for rank in here] if all(quiet.allgather_object(readable)) else []
+    all_read = all(gathered(comm, readable, LABEL, "readable memory"))
+    return [samples[rank][0] for rank in here] if all_read else []
 
 
 _warned = False

@@ -106,22 +106,32 @@ def packing(spaces: Spaces, message: Message, packed: Octets) -> Iterator[tuple[
         at += part.size
 
 
+def _size(octets: Octets) -> int:
+    return octets.size
+
+
 class ScratchPool:
     """Memory lent to calls and used again, so that pages are not faulted in on every call."""
 
     KEPT = 8
 
     def __init__(self) -> None:
-        self._free: list[Octets] = []
+        # By identity: one call of C takes one out, so that threads, and signal handlers, need no lock.
+        self._free: dict[int, Octets] = {}
 
     def take(self, nbytes: int) -> Octets:
         """At least `nbytes` bytes of any content; the smallest that is large enough."""
-        fitting = [i for i, octets in enumerate(self._free) if octets.size >= nbytes]
-        if not fitting:
-            return np.empty(nbytes, dtype=np.uint8)
-        return self._free.pop(min(fitting, key=lambda i: self._free[i].size))
+        for octets in self._by_size():
+            # Another thread may have been quicker.
+            if octets.size >= nbytes and self._free.pop(id(octets), None) is not None:
+                return octets
+        return np.empty(nbytes, dtype=np.uint8)
 
     def give_back(self, octets: Octets) -> None:
-        self._free.append(octets)
+        self._free[id(octets)] = octets
         if len(self._free) > self.KEPT:
-            self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i].size))
+            for smallest in self._by_size()[:1]:
+                self._free.pop(id(smallest), None)
+
+    def _by_size(self) -> list[Octets]:
+        return sorted(self._free.values(), key=_size)

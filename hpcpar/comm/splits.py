@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ def split(self: Communicator, color: int | None, key: int = 0, name: str = "") -
         color = None if color is None else _whole("split", "color", color, least=0)
         key = _whole("split", "key", key, least=-LARGEST_KEY)
     # In MPI's split nothing moves, and a rank that comes later may still wait for what was begun before.
-    self.unchecked(self.label or "split").barrier()
+    self.unchecked(self.label or "split").barrier(name="split")
     transport = self._transport.split(color, key)
     return None if transport is None else _opened(self, transport, name or f"{self.name}.{color}")
 
@@ -85,6 +85,8 @@ def _opened(parent: Communicator, transport: Transport, name: str, tag: int | No
 
 def _members(comm: Communicator, ranks: Sequence[int]) -> tuple[int, ...]:
     """Validate the ranks of a group."""
+    if not isinstance(ranks, Iterable):
+        raise OperationError(f"group({ranks!r}) was asked for; give the ranks of its members: group([0, 1])")
     members = tuple(rank_of(rank, comm.size, "a member of the group", comm.name) for rank in ranks)
     twice = [rank for rank, times in Counter(members).items() if times > 1]
     if twice:

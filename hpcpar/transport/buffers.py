@@ -143,7 +143,11 @@ def itemsize_of_dtype(dtype: Any) -> int:
     if is_torch_dtype(dtype):
         name, itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
     else:
-        name, itemsize = str(np.dtype(dtype)), np.dtype(dtype).itemsize
+        try:
+            known = np.dtype(dtype)
+        except TypeError:
+            raise unknown_dtype("the array", repr(dtype)) from None
+        name, itemsize = str(known), known.itemsize
     if name not in DTYPES:
         raise unknown_dtype("the array", name)
     return int(itemsize)

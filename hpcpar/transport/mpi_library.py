@@ -16,11 +16,12 @@ import mpi4py
 from hpcpar import cuda_wheels
 from hpcpar.errors import MismatchError, PeerFailedError
 
-# Where the launcher does not connect the ranks, somebody must before MPI_Init: mpi4py shall not call it.
+# Where the launcher does not connect the ranks, somebody must before MPI_Init: mpi4py shall not call it. Nor
+# MPI_Finalize, which it would call in forked processes, too: they would hang there.
 _mpi4py_settled = "mpi4py.MPI" in sys.modules
+_is_to_end = mpi4py.rc.finalize is not False
 if not _mpi4py_settled:
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = mpi4py.rc.finalize is not False
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
 
 # The libraries that are there before MPI is loaded decide, and the variables that are there before it starts.
 cuda_wheels.load()
@@ -41,13 +42,34 @@ def start() -> None:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     else:
         MPI.Init()
-    if _mpi4py_settled:  # somebody else told mpi4py not to start MPI, so it does not end it either
+    if _is_to_end and _mpi4py_settled:  # somebody else told mpi4py not to start MPI: it won't end it either
         atexit.register(_finalize)
 
 
 def _finalize() -> None:
     if not MPI.Is_finalized():
         MPI.Finalize()
+
+
+class _End:
+    """Calls MPI_Finalize when it goes, unless the process was forked from the one that made it.
+
+    It goes with the variables of `sys`, the last of all: what a program has left for its exit may still
+    communicate, also what `atexit` was told before this module was imported.
+    """
+
+    def __init__(self) -> None:
+        self._functions = os.getpid, MPI.Is_initialized, MPI.Is_finalized, MPI.Finalize
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        getpid, is_initialized, is_finalized, finalize = self._functions
+        if getpid() == self._pid and is_initialized() and not is_finalized():
+            finalize()
+
+
+if _is_to_end and not _mpi4py_settled:
+    sys._hpcpar_end_of_mpi = _End()  # type: ignore[attr-defined]
 
 
 _is_the_parents = False

@@ -10,12 +10,15 @@ error at the first touch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
 import tempfile
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +85,8 @@ def create(
     """A new file of zeros, and its mapping.
 
     own      (start, stop) of the bytes that this process writes to: they are reserved, and mapped for it. All
-             others are mapped as they are used. None: it writes to all
+             others are mapped as they are used; and a process forked from this one, which is no rank, writes
+             to memory of its own. None: it writes to all
     errors   SharedMemoryError where there is no room for it
     """
     directory = directory or DIRECTORY
@@ -152,4 +156,41 @@ def _mapped(descriptor: int, nbytes: int, own: tuple[int, int] | None) -> Segmen
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
         with contextlib.suppress(OSError):  # an older Linux, which maps all pages as they are used
             mapping.madvise(MADV_POPULATE_WRITE, begin, stop - begin)
-    return Segment(mapping)
+    segment = Segment(mapping)
+    if own is not None:
+        kept = os.dup(descriptor)
+        weakref.finalize(mapping, os.close, kept).atexit = False
+        _private_in_children[mapping] = segment.address, kept
+    return segment
+
+
+_private_in_children: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Address and file of mappings to which processes forked from this one must not write."""
+
+_MREMAP_MAYMOVE_FIXED = 3
+_libc = ctypes.CDLL(None)
+_mmap: Any = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mremap: Any = getattr(_libc, "mremap", None)
+"""None where there is no Linux."""
+if _mremap is not None:
+    _mremap.restype = ctypes.c_void_p
+    _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+
+def _make_private() -> None:
+    """In a forked child: map these files so that what is written stays in this process.
+
+    Where there is no memory to be promised for it, a mapping stays as it is.
+    """
+    found = [(mapping, *where) for mapping, where in _private_in_children.items()]
+    _private_in_children.clear()  # a child of this process inherits what this one has written
+    for mapping, address, descriptor in found if _mremap is not None else ():
+        nbytes = len(mapping)
+        fresh = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
+        if fresh != ctypes.c_void_p(-1).value:
+            _mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address)
+
+
+os.register_at_fork(after_in_child=_make_private)

@@ -33,6 +33,7 @@ MISTAKES = {
     "root": lambda c: c.broadcast(np.ones(4), root=min(c.rank, 1)),
     "collective": lambda c: c.allreduce(np.ones(4)) if c.rank else c.broadcast(np.ones(4)),
     "algorithm": lambda c: c.allreduce(np.ones(4), algorithm="ring" if c.rank else None),
+    "algorithm that there is not": lambda c: c.allreduce(np.ones(4), algorithm="rings" if c.rank else None),
     "counts": lambda c: c.allgather(np.ones(c.rank), counts=None),
     "receive counts": lambda c: c.alltoall(
         np.ones(c.size), send_counts=[1] * c.size, receive_counts=[1 + (c.rank == 0)] * c.size

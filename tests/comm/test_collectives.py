@@ -258,6 +258,42 @@ def alone() -> Communicator:
         (lambda c: c.allreduce(np.ones(1), ["sum"]), OperationError, "unknown op"),
         (lambda c: c.allreduce(np.ones(1), prescale_factor=[2]), OperationError, "give a number"),
         (lambda c: c.algorithm_for("sum", 1), OperationError, "there is no collective 'sum'; there are allr"),
+        (
+            lambda c: c.algorithm_for("allreduce", "x"),
+            OperationError,
+            "of 'x' bytes was asked for",
+        ),
+        (
+            lambda c: c.allreduce(np.ones(2), prescale_factor=np.ones(2)),
+            OperationError,
+            r"array\(\[1., 1.\]\); give a n",
+        ),
+        (
+            lambda c: c.allreduce(np.ones(1), prescale_factor=10**400),
+            OperationError,
+            "…; give a number",
+        ),
+        (lambda c: c.allreduce(np.ones(1), postscale_factor=10**5000), OperationError, "bits; give a number"),
+        (lambda c: c.allreduce(np.ones(1), compression=np.ones(2)), OperationError, "float16, bfloat16"),
+        (lambda c: c.allreduce(np.ones(1), algorithm=5), OperationError, "algorithm 5.*there are ring"),
+        (lambda c: c.allreduce(np.ones(1), algorithm=["ring"]), OperationError, "there are ring"),
+        (lambda c: c.allreduce(np.ones(1), np.ones(2)), OperationError, "unknown op array"),
+        (lambda c: c.reduce(np.ones(1), op=np.ones(2)), OperationError, "unknown op array"),
+        (
+            lambda c: c.reduce(np.ones(1), root=np.zeros(2, int), out=np.ones(1)),
+            OperationError,
+            r"rank array\(\[0, 0\]\), but",
+        ),
+        (lambda c: c.allreduce(np.ones(1), name=np.ones(2)), OperationError, "name array.*give a str"),
+        (lambda c: c.barrier(name=5), OperationError, "barrier has the name 5; give a str"),
+        (lambda c: c.group(5), OperationError, r"group\(5\) was asked for; give the ranks"),
+        (lambda c: c.group(None), OperationError, r"group\(None\) was asked for; give the ranks"),
+        (
+            lambda c: c.scatter_object(str(i) for i in range(1)),
+            OperationError,
+            "generator; give a seq",
+        ),
+        (lambda c: c.allocate_shared(3, "nosuch"), BufferTypeError, "'nosuch'; known are"),
     ],
 )
 def test_bad_arguments_are_named(call, error, words):
@@ -272,6 +308,84 @@ def test_a_factor_that_is_an_array_of_one_may_change_between_calls():
             comm.allreduce(total, prescale_factor=factor)
         factor *= 2
         assert comm.allreduce(total, prescale_factor=factor) == 2
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_roots_counts_peers_and_tags_that_are_arrays_may_change_between_calls(make):
+    """Each call is made often enough to be remembered, before the number changes in place."""
+
+    def work(comm):
+        found, data, out = [], np.ones(2), np.zeros(2)
+        root = make(0)
+        for changed in range(2):
+            root += changed
+            for _ in range(3):
+                data[:] = comm.rank
+                comm.broadcast(data, root)
+            found.append(data[0])
+        counts = [make(2), make(0)]
+        for changed in range(2):
+            counts[0] -= changed
+            counts[1] += changed
+            for _ in range(3):
+                comm.reduce_scatter(np.ones(2), counts=counts, out=out[: int(counts[comm.rank])])
+            found.append(out.tolist())
+            out[:] = 0
+        peer, tag = make(1 - comm.rank), make(0)
+        for changed in range(2):
+            tag += changed
+            data[:] = 10 * comm.rank + changed
+            for _ in range(3):
+                comm.sendrecv(data, peer, out, peer, tag)
+            handle = comm.start_send(data, peer, int(tag))
+            comm.recv(out, int(peer), tag)
+            handle.wait()
+            found.append(out[0])
+        return found
+
+    both = [0.0, 1.0], [[2.0, 2.0], [2.0, 0.0]], [[0.0, 0.0], [2.0, 0.0]]
+    assert run_loopback(2, work, timeout_s=10) == [
+        [*both[0], *both[1], 10.0, 11.0],
+        [*both[0], *both[2], 0.0, 1.0],
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(4, 4)[:, :3],
+        lambda: torch.ones(4, 3).t(),
+        lambda: torch.ones(4, 4, dtype=torch.bfloat16)[:, :3],
+        lambda: np.ones((4, 4))[:, :3],
+        lambda: torch.ones(12),
+    ],
+)
+def test_a_reduce_scatter_that_was_started_returns_the_sums_of_any_layout(make, exchange):
+    def work(comm):
+        handle = comm.start_reduce_scatter(make())
+        return handle.wait().tolist(), handle.wait().tolist(), comm.reduce_scatter(make()).tolist()
+
+    assert run_loopback(2, work, **exchange) == [([2.0] * 6,) * 3] * 2
+
+
+@pytest.mark.parametrize("make", [np.ones, torch.ones])
+def test_an_array_in_another_shape_than_before_is_the_call_of_that_shape(make):
+    """One rank has the memory of an earlier call in another shape, the other one fresh memory."""
+
+    def work(comm):
+        array = make(6)
+        comm.allreduce(array)
+        comm.allreduce(array.reshape(2, 3) if comm.rank else make((2, 3)))
+        told = ""
+        try:
+            comm.allreduce(array if comm.rank else make((2, 3)))
+            comm.barrier()
+        except MismatchError as error:
+            told = str(error)
+        return "allreduce(float" in told or "different calls" in told
+
+    for check in (False, True):
+        assert run_loopback(2, work, check=check, shared_memory=True, timeout_s=10) == [True, True]
 
 
 def test_an_alltoall_that_does_not_divide_says_what_is_left_over():

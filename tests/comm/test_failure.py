@@ -107,12 +107,16 @@ def test_an_error_of_a_call_ends_at_the_programs_line_and_another_is_shown_whole
     monkeypatch.setattr(failure, "RELAY_S", 0)
     transport = SimpleNamespace(rank=1, size=2, abort=ended.append)
     hooks = failure.FailureHooks(transport, None, SimpleNamespace(aborting=ended.append))
-    for algorithm, kind in (("rign", OperationError), ([], TypeError)):
+    alone = Communicator.alone()
+    for call, arguments, kind in (
+        (alone.allreduce, {"buffer": np.ones(3), "algorithm": "rign"}, OperationError),
+        (alone.wait_until, {"condition": lambda: 1 / 0, "waited": None}, ZeroDivisionError),
+    ):
         with pytest.raises(kind) as caught:
-            Communicator.alone().allreduce(np.ones(3), algorithm=algorithm)
+            call(**arguments)
         hooks._on_exception(kind, caught.value, caught.value.__traceback__)
     asked, other = shown.getvalue().split("rank 1 of 2")[1:]
-    assert "algorithm=algorithm" in asked
+    assert "call(**arguments)" in asked
     assert "did you mean 'ring'?" in asked
     assert (asked.count("  File "), ended[1]) == (1, 1)
     assert other.count("  File ") > 1
@@ -244,3 +248,39 @@ def test_a_program_may_finalize_mpi_itself(tmp_path, run_ranks):
     done = run_ranks(2, str(script))
     told = [line for line in done.stderr.splitlines() if not line.startswith("hpcpar run:")]
     assert (done.returncode, told) == (0, [])
+
+
+FORKED = """
+import os, sys, time
+import hpcpar
+
+world = hpcpar.init()
+from mpi4py import MPI
+
+
+class Tell:
+    def __del__(self, write=os.write, getpid=os.getpid, pid=os.getpid(), is_finalized=MPI.Is_finalized):
+        if getpid() == pid:
+            write(1, b"finalized\\n" if is_finalized() else b"finalized not\\n")
+
+
+sys.tells = Tell()  # goes after the names of sys that begin with an underscore
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+give_up_at = time.monotonic() + 20
+while True:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid or time.monotonic() > give_up_at:
+        break
+    time.sleep(0.01)
+print("child", os.waitstatus_to_exitcode(status) if pid else os.kill(child, 9), flush=True)
+"""
+
+
+def test_a_forked_process_comes_to_its_end_and_its_rank_finalizes_mpi(tmp_path, run_ranks):
+    script = tmp_path / "script.py"
+    script.write_text(FORKED)
+    done = run_ranks(2, str(script))
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith(("child", "finalized")))
+    assert lines == ["child 3"] * 2 + ["finalized"] * 2, done.stderr

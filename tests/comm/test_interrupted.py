@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -150,17 +151,26 @@ def test_a_blocking_call_that_a_handler_ends_goes_on_and_later_ones_are_right(an
 @pytest.mark.mpi
 def test_a_handler_may_make_progress_and_is_told_what_it_may_not(any_world, bell):
     told: set[str] = set()
+    begun: set[int] = set()
     handles: list[Handle] = []
+    known = ones(3)
+    for _ in range(2):
+        any_world.allreduce(known)
+        any_world.start_barrier().wait()
 
     def handler() -> None:
         any_world.poke()
         for handle in handles:
             handle.test()
         if any_world._runtime.progress.is_inside:
-            try:
-                any_world.allreduce(ones(3))
-            except OperationError as error:
-                told.add(str(error))
+            before = any_world.calls
+            for call in (lambda: any_world.allreduce(known), any_world.start_barrier):
+                try:
+                    call()
+                    told.add("accepted")
+                except OperationError as error:
+                    told.add(str(error))
+            begun.add(any_world.calls - before)
         bell.arm(handler)
 
     right = []
@@ -172,16 +182,23 @@ def test_a_handler_may_make_progress_and_is_told_what_it_may_not(any_world, bell
         right.append(all(np.array_equal(each, any_world.size * ones(LONG)) for each in found))
     assert right == [True] * 10
     assert all("signal handler" in text for text in told)
+    assert begun <= {0}, "what is refused has not been begun"
 
 
 @pytest.mark.mpi
 def test_a_forked_process_is_refused_and_its_rank_goes_on(any_world):
     part = any_world.split(0)
+    lent = any_world.lend("to be refused", "lent")  # nothing refers to the communicator that it is a view of
+    kept = ones(3)
+    for _ in range(2):
+        lent.comm.allreduce(kept)
+    gc.collect()
     any_world.allreduce(ones(3))
     under_way = any_world.start_allreduce(ones(LONG))
     receive = any_world.start_recv(ones(3), (any_world.rank - 1) % any_world.size)
     calls = [
         lambda: any_world.allreduce(ones(3)),  # known from before
+        lambda: lent.comm.allreduce(kept),
         lambda: part.start_barrier(),
         under_way.wait,
         under_way.test,

@@ -127,3 +127,56 @@ def test_counts_of_an_alltoall_that_do_not_fit_over_mpi_are_told_to_every_rank(c
     found = any_world.allgather_object(counts_that_do_not_fit(comm, count))
     comm.abandon()
     assert "nothing" not in found
+
+
+def own_counts_that_do_not_fit(comm: Communicator, count: int) -> str:
+    """Expect of itself, on the last rank, one element more than it sends itself."""
+
+    def call(comm: Communicator, n: int, other: bool) -> Any:
+        sent = [n] * comm.size
+        return comm.alltoall(ones(n * comm.size), send_counts=sent, receive_counts=[*sent[:-1], n + other])
+
+    return told(comm, call, count, comm.size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_counts_for_oneself_that_do_not_fit_are_told_to_every_rank(size, count, shared_memory):
+    found = run_loopback(
+        size, lambda comm: own_counts_that_do_not_fit(comm, count), shared_memory=shared_memory
+    )
+    assert all("must fit" in text or "something else" in text for text in found), found
+    assert "sends itself" in found[-1]
+
+
+INNER: dict[str, Call] = {
+    "split": lambda comm, n, other: comm.split(0) if other else comm.barrier(),
+    "share_memory": lambda comm, n, other: comm.share_memory() if other else comm.barrier(),
+    "agree": lambda comm, n, other: comm.agree(None, "this") if other else comm.allgather_object(None),
+    "allocate_shared": lambda comm, n, other: (
+        comm.allocate_shared(n, "int8") if other else comm.allgather_object(1)
+    ),
+    "gather_object": lambda comm, n, other: (
+        comm.gather_object(1, comm.size - 1) if other else comm.allgather_object(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("difference", INNER)
+def test_what_hpcpar_calls_itself_does_not_meet_a_call_of_the_program(difference, shared_memory):
+    found = run_loopback(
+        2, lambda comm: told(comm, INNER[difference], 3, 1), shared_memory=shared_memory, timeout_s=20
+    )
+    assert "nothing" not in found
+
+
+def test_memory_in_common_is_of_one_shape_and_type():
+    def work(comm: Communicator) -> list[str]:
+        asks = [(3 + comm.rank, "float32"), ((3, 2), np.int8 if comm.rank else "int16")]
+        return [told(comm, lambda comm, n, other, ask=ask: comm.allocate_common(*ask), 0, 0) for ask in asks]
+
+    for texts in run_loopback(2, work, shared_memory=True):
+        assert all(f"allocate_common(({length},), float32)" in texts[0] for length in (3, 4))
+        assert all(f"allocate_common((3, 2), {dtype})" in texts[1] for dtype in ("int8", "int16"))

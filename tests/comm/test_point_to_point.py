@@ -341,6 +341,17 @@ def test_bad_arguments_are_named(call, words):
         call(Communicator.alone())
 
 
+def test_a_sendrecv_that_is_refused_has_sent_nothing():
+    def work(comm):
+        peer, out = 1 - comm.rank, np.zeros(1)
+        for source, tag in ((99, 0), (peer, -1)):
+            with pytest.raises(OperationError):
+                comm.sendrecv(np.full(1, -1.0), peer, out, source, tag)
+        return comm.sendrecv(np.full(1, 1.0 + comm.rank), peer, out, peer).item()
+
+    assert run_loopback(2, work, timeout_s=20) == [2.0, 1.0]
+
+
 @pytest.mark.mpi
 def test_sendrecv_between_arrays_that_share_memory_brings_what_was_there(any_world):
     """Shifted and transposed views, and an array towards itself."""

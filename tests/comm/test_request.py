@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpcpar.comm.calls import memory_of
-from hpcpar.comm.request import is_used_in_place
+from hpcpar.comm.request import is_used_in_place, memory_of
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])
-def test_memory_is_its_address_length_and_type(make):
+def test_memory_is_its_address_shape_and_type(make):
     array, other = make(6), make(6)
-    assert memory_of(array) == memory_of(array[:]) == memory_of(array.reshape(2, 3))
+    assert memory_of(array) == memory_of(array[:]) == memory_of(array.reshape(2, 3).reshape(6))
+    assert memory_of(array) != memory_of(array.reshape(2, 3)), "ranks compare the shape"
     assert len({memory_of(x) for x in (array, array[1:], array[:5], other)}) == 4
     assert not is_used_in_place(array[::2])
 

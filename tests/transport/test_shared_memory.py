@@ -156,3 +156,35 @@ def test_what_a_killed_job_left_is_removed_an_hour_later(tmp_path):
         os.utime(path, (time.time() - 3601,) * 2)
     name, _ = create(4096, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([recent, foreign, Path(name)])
+
+
+def test_a_forked_process_writes_to_own_memory_of_a_rank_for_itself(tmp_path):
+    path, segment = shared_memory.create(3 * mmap.PAGESIZE, tmp_path, (0, 3 * mmap.PAGESIZE))
+    shared_memory.remove(path)
+    octets = segment.octets
+    del segment  # an array may outlive it
+    octets[:] = 1
+    child = os.fork()
+    if child == 0:
+        sees = bool((octets == 1).all())
+        octets[: mmap.PAGESIZE] = 2
+        grandchild = os.fork()
+        if grandchild == 0:
+            sees_child = bool((octets[: mmap.PAGESIZE] == 2).all())
+            octets[:] = 3
+            os._exit(not sees_child)
+        _, status = os.waitpid(grandchild, 0)
+        is_own = bool((octets[: mmap.PAGESIZE] == 2).all())
+        os._exit(not (sees and is_own and status == 0))
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert (octets == 1).all()
+
+
+def test_files_of_mappings_are_closed_with_them(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    path, segment = shared_memory.create(1, tmp_path, (0, 1))
+    shared_memory.remove(path)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del segment
+    assert len(os.listdir("/proc/self/fd")) == before
