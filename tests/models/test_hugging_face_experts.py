@@ -339,9 +339,11 @@ def test_a_gate_of_the_models_own_is_kept() -> None:
 
 @pytest.mark.mpi
 def test_a_plan_shares_experts_over_mpi(world: Communicator) -> None:
+    if world.size == 3:
+        pytest.skip("four sequences do not divide evenly among three ranks")
     model = mixture("Mixtral")
     truth = stepped(copy.deepcopy(model), Communicator.alone())
-    mesh = Mesh(world, tp=2, ep=world.size)
+    mesh = Mesh(world, tp=1 if world.size % 2 else 2, ep=world.size)
     config: Any = model.config
     parallelize(model, hugging_face_llama_plan(config, mesh=mesh), mesh)
     require_stepped_alike(stepped(model, mesh.replicas), truth)
