@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from hpcpar.errors import ConfigError
 from hpcpar.planner.experts import Experts
+from hpcpar.planner.hugging_face_shapes import BIAS_RATE
 from hpcpar.planner.shapes import LlamaConfig
 
 ARCHITECTURES = {
@@ -49,9 +50,6 @@ ROTARY_NUMBERS = ("rope_theta", "partial_rotary_factor")
 FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "use_sliding_window")
 TABLES = ("rope_parameters", "rope_scaling")
 """Keys of a config.json by what their values must be."""
-
-BIAS_RATE = 0.001
-"""Step of the biases of a glm4_moe that is trained on: DeepSeek-V3's. Its config does not say it."""
 
 
 def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:

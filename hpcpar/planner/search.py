@@ -301,7 +301,8 @@ def _pipelines(request: PlanRequest, layout: Layout) -> Iterator[tuple[str, int 
 def _sequence_parallel(request: PlanRequest, layout: Layout) -> tuple[bool, ...]:
     """Return True where the sequence can be divided over tp: it needs less, and no longer, but on CPUs.
 
-    There each of its calls takes time of the rank's, so that both are searched.
+    There each of its calls takes time of the rank's, so that both are searched. Empty: it is asked for, and
+    the sequence does not divide.
     """
     if layout.tp == 1:
         return (False,)

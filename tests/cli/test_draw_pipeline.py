@@ -19,13 +19,13 @@ from hpcpar.cli.picture import Colour, save, shade
 from hpcpar.cli.picture import Output as PictureFile
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules import schedule_registry, text
-from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.proof import prove
 from hpcpar.pipeline_schedules.text_chart import text_chart
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable, trace_json, write_timetable
 from tests.command import Output
+from tests.pipeline_schedules.timetables import timetable
 
 COMMAND = ("draw", "pipeline")
 
@@ -239,17 +239,6 @@ def test_a_number_below_one_is_a_usage_error(option: str, output: Output) -> Non
 @pytest.mark.parametrize("option", ["--forward", "--backward", "--weight", "--hop", "--until"])
 def test_negative_seconds_are_a_usage_error(option: str, output: Output) -> None:
     assert option in output("1f1b", option, "-1", status=2)
-
-
-def timetable(*rows: str) -> Timetable:
-    """From rows such as "0F0@0-1 0B0@3-5"."""
-
-    def timed(word: str) -> Timed:
-        written, _, times = word.partition("@")
-        start_s, end_s = map(float, times.split("-"))
-        return Timed(Action.parse(written), start_s, end_s)
-
-    return Timetable(tuple(tuple(map(timed, row.split())) for row in rows))
 
 
 ONE_STAGE = timetable("0F0@0-1 0F12@1-2 0B0@4-6 0B12@7-9", "1F0@1-2 1B0@2-4 1F12@4-5 1B12@5-7")

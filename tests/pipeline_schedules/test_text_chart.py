@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.text_chart import text_chart
-from hpcpar.pipeline_schedules.timetable import Timed, Timetable
-
-
-def timetable(*rows: str) -> Timetable:
-    """Parse rows such as "0F0@0-1 0B0@3-5"."""
-
-    def timed(word: str) -> Timed:
-        written, _, times = word.partition("@")
-        start_s, end_s = map(float, times.split("-"))
-        return Timed(Action.parse(written), start_s, end_s)
-
-    return Timetable(tuple(tuple(map(timed, row.split())) for row in rows))
-
+from tests.pipeline_schedules.timetables import timetable
 
 ONE_F_ONE_B = timetable(
     "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12",
