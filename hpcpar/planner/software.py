@@ -42,6 +42,8 @@ class Software:
     gradient_bytes    of one gradient in memory and on the links
     moment_dtype      type of the optimizer's moments; None = as the master weights
     float32_parameters   parameters are kept in float32 and rounded when they are gathered
+    keeps_messages    the pipeline keeps a stage's outputs until their backward, and has memory for the inputs
+                      and the gradients of all microbatches
     gathered_in_pipeline   with pp, ZeRO-3 gathers and reduces once a step: parameters stay gathered and
                       gradients whole until the last microbatch
     logit_bytes       bytes for each logit: logits, their float32 copy, the gradient
@@ -74,6 +76,7 @@ class Software:
     gradient_bytes: int | None = None
     moment_dtype: str | None = None
     float32_parameters: bool = False
+    keeps_messages: bool = False
     gathered_in_pipeline: bool = False
     logit_bytes: int = 8
     workspace_nbytes: int = 0
@@ -126,6 +129,7 @@ SOFTWARE = {
             kernels=18,
             gradient_bytes=4,
             float32_parameters=True,
+            keeps_messages=True,
             gathered_in_pipeline=True,
             logit_bytes=14,
         ),

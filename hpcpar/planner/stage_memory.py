@@ -65,8 +65,11 @@ def memory_of_stages(
         state, chunks, working = kinds[held]
         purposes = dict(state)
         offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
-        purposes[ACTIVATIONS] = chunks_alive(strategy, rank) * chunks // len(held)
+        alive = chunks_alive(strategy, rank)
+        purposes[ACTIVATIONS] = alive * chunks // len(held)
         purposes[WORKING] = purposes.get(WORKING, 0) + working
+        if software.keeps_messages:
+            purposes[WORKING] += _kept_messages(model, strategy, held, alive)
         yield StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0)
 
 
@@ -206,6 +209,15 @@ def layer_activations(
         sequence_parallel=strategy.sequence_parallel,
         mode=mode,
     )
+
+
+def _kept_messages(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers], alive: int) -> int:
+    """Return the bytes of the pipeline's messages on a rank, beside the inputs that are among activations."""
+    inputs, outputs = sum(not stage.embeds for stage in held), sum(not stage.heads for stage in held)
+    message = strategy.itemsize * strategy.own_tokens * model.hidden_size
+    if strategy.sequence_parallel:
+        message //= strategy.layout.tp
+    return ((inputs + outputs) * strategy.microbatches + (outputs - inputs) * alive // len(held)) * message
 
 
 def _every_second_product(model: ModelShape, strategy: Strategy) -> int:

@@ -102,16 +102,18 @@ def _torchtitan(
 
 
 TORCHTITAN = [
-    # model, layout, sequences of a dp rank, of a microbatch, sequence, recomputation, precision, GiB
-    ("llama3-8b", Layout(dp=8), 2, 2, 8192, "selective", "bfloat16", 77.0),
-    ("llama3-8b", Layout(dp=128), 2, 2, 8192, "selective", "bfloat16", 62.0),
-    ("llama3-8b", Layout(dp=8), 1, 1, 32_768, "full", "float8", 83.9),
-    ("llama3-8b", Layout(dp=4, cp=2), 1, 1, 65_536, "full", "float8", 84.2),
-    ("llama3-8b", Layout(dp=2, cp=4), 1, 1, 131_072, "full", "float8", 84.0),
-    ("llama3-8b", Layout(cp=8), 1, 1, 262_144, "full", "float8", 84.5),
-    ("llama3-70b", Layout(dp=32, tp=8), 16, 16, 8192, "full", "float8", 67.6),
-    ("llama3-405b", Layout(dp=8, tp=8, pp=8), 8, 1, 32_768, "full", "float8", 75.3),
-    ("llama3-405b", Layout(dp=4, cp=2, tp=8, pp=8), 8, 1, 65_536, "full", "float8", 75.9),
+    # model, layout, sequences of dp rank, microbatch, sequence, recomputation, precision, schedule, GiB
+    ("llama3-8b", Layout(dp=8), 2, 2, 8192, "selective", "bfloat16", "1f1b", 77.0),
+    ("llama3-8b", Layout(dp=128), 2, 2, 8192, "selective", "bfloat16", "1f1b", 62.0),
+    ("llama3-8b", Layout(dp=8), 1, 1, 32_768, "full", "float8", "1f1b", 83.9),
+    ("llama3-8b", Layout(dp=4, cp=2), 1, 1, 65_536, "full", "float8", "1f1b", 84.2),
+    ("llama3-8b", Layout(dp=2, cp=4), 1, 1, 131_072, "full", "float8", "1f1b", 84.0),
+    ("llama3-8b", Layout(cp=8), 1, 1, 262_144, "full", "float8", "1f1b", 84.5),
+    ("llama3-70b", Layout(dp=32, tp=8), 16, 16, 8192, "full", "float8", "1f1b", 67.6),
+    ("llama3-405b", Layout(dp=8, tp=8, pp=8), 8, 1, 32_768, "full", "float8", "1f1b", 75.3),
+    ("llama3-405b", Layout(dp=4, cp=2, tp=8, pp=8), 8, 1, 65_536, "full", "float8", "1f1b", 75.9),
+    ("llama3-405b", Layout(dp=2, cp=4, tp=8, pp=8), 8, 1, 131_072, "full", "float8", "1f1b", 77.1),
+    ("llama3-405b", Layout(dp=8, tp=8, pp=8), 32, 4, 8192, "full", "float8", "interleaved", 72.7),
 ]
 """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: compiled; GiB is the allocator's reserved peak.
 
@@ -119,10 +121,15 @@ Rows that are further off stand in docs/planner.md."""
 
 
 @pytest.mark.parametrize("row", TORCHTITAN)
-def test_the_memory_of_torchtitan_is_met_within_9_percent(row: tuple[object, ...]) -> None:
-    name, layout, local, microbatch, sequence, mode, precision, published = row
-    found = _torchtitan(name, layout, local, sequence, mode, microbatch=microbatch, precision=precision)  # type: ignore[arg-type]
-    assert found.peak_nbytes / GiB == pytest.approx(published, rel=0.09)
+def test_the_memory_of_torchtitan_is_met_within_8_percent(row: tuple[object, ...]) -> None:
+    name, layout, local, microbatch, sequence, mode, precision, schedule, published = row
+    found = _torchtitan(
+        *(name, layout, local, sequence, mode),  # type: ignore[arg-type]
+        microbatch=microbatch,
+        precision=precision,
+        schedule=schedule,
+    )
+    assert found.peak_nbytes / GiB == pytest.approx(published, rel=0.08)
 
 
 def test_the_layouts_of_torchtitan_are_in_their_order() -> None:
