@@ -50,6 +50,7 @@ class PlanOptions:
     batch: int | None
     sequence: int | None
     precision: str | None
+    expert_load: float | None
     tokens: float | None
     fix: tuple[str, ...]
     as_written: bool
@@ -79,6 +80,11 @@ class PlanOptions:
 @click.option("--batch", type=NUMBER, help="Sequences of an optimizer step [default: about 4 Mi tokens].")
 @click.option("--sequence", type=NUMBER, help="Tokens of a sequence [default: the model's, at most 8192].")
 @click.option("--precision", help="Type of parameters [default: bfloat16, or the machine's first].")
+@click.option(
+    "--expert-load",
+    type=click.FloatRange(min=1),
+    help="Rows of the rank whose experts have most, over the mean, as a run's summary says [default: 1].",
+)
 @click.option("--tokens", type=click.FloatRange(min=1), help="Budget, as in 15e12: device-hours and energy.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help=f"tp=8, zero=0,1 … of {', '.join(FIXABLE)}.")
 @click.option("--as-written", is_flag=True, help="Fix what MODEL, a file of the trainer, says.")
@@ -125,14 +131,17 @@ def plan(model: str | None, **given: Any) -> int:
 
 
 UNUSED = {
-    "validate": ("output", "directory", "explain", "compare", "at", "fewest"),
+    "validate": ("output", "directory", "explain", "compare", "at", "fewest", "expert_load"),
     "at": ("directory", "explain", "compare", "fewest"),
     "compare": ("output", "directory", "explain", "rejected"),
     "as_json": ("explain",),
 }
 """Options that have no effect beside another."""
 
-FLAGS = {"directory": "--write", "fewest": "--fewest-nodes", "as_json": "--json"}
+FLAGS = {
+    **{"directory": "--write", "fewest": "--fewest-nodes", "as_json": "--json"},
+    "expert_load": "--expert-load",
+}
 """Of options whose names differ."""
 
 
@@ -197,6 +206,12 @@ def request_of(run: PlannedRun, options: PlanOptions) -> PlanRequest:
     cluster, software = Cluster.named(machine), HPCPAR
     if options.constants is not None:
         cluster, software = with_constants(cluster, software, read_constants(options.constants))
+    if options.expert_load is not None:
+        if run.model.experts is None or not math.isfinite(options.expert_load):
+            raise click.UsageError(
+                f"--expert-load {options.expert_load}: give a finite number, for a model with experts"
+            )
+        software = replace(software, expert_load=options.expert_load)
     if options.nodes is not None:
         cluster = cluster.with_nodes(options.nodes)
     elif run.devices is not None:

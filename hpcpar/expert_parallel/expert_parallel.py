@@ -83,6 +83,8 @@ class ExpertParallel:
         self.own = range(*bounds(count, comm.size)[comm.rank])
         self.counts = [0] * count
         """Rows of this rank's tokens for each expert, in the last call."""
+        self.received = 0
+        """Rows that came to this rank's experts in the last call."""
         self._owner_of = owners(count, comm.size)
         self._nodes = map_nodes(comm.size, comm.nodes)
         has_lanes = 1 < self._nodes.nodes < comm.size
@@ -192,10 +194,12 @@ class ExpertParallel:
             raise OperationError(f"ExpertParallel.mix: {problem}")
         self.counts = [sum(of_expert) for of_expert in zip(*(draft.counts for draft in drafts), strict=True)]
         length = 2 + len(self.own)
-        return [
+        trips = [
             Trip(draft.route([numbers[first : first + length] for numbers in heard]))
             for draft, first in zip(drafts, range(1, 1 + length * len(halves), length), strict=True)
         ]
+        self.received = sum(sum(trip.route.counts) for trip in trips)
+        return trips
 
     def _draft(self, part: MixCall) -> OneStageDraft | TwoStageDraft:
         to = Assignment(part.experts, self._owner_of, self.comm.rank, part.kept, part.positions)

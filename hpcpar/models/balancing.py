@@ -69,9 +69,12 @@ class Balancing:
     gradient_scale    by how much the model's loss, a mean over the global batch, is multiplied before
                       `backward`: these losses are as well
 
-    Set the last two before the forwards of a step. Losses and counts are of forwards in training
-    with gradients alone, once for each also where activations are recomputed. With losses that take counts of
-    other ranks, a layer's forward is collective over these.
+    expert_load       rows that came to this rank's experts over those of its tokens, in all layers of the
+                      forward with most; up to the last step
+
+    Set tokens_per_step and gradient_scale before the forwards of a step. Losses and counts are of forwards in
+    training with gradients alone, once for each also where activations are recomputed. With losses that take
+    counts of other ranks, a layer's forward is collective over these.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Balancing:
         self.comm, self.sequence_comm = comm, sequence_comm
         self.tokens_per_step = tokens_per_step
         self.gradient_scale: float | Tensor = 1.0
+        self.expert_load = 0.0
+        self._loads: dict[int, float] = {}
         self._layers: dict[int, _Layer] = {}
 
     def fresh(self) -> Balancing:
@@ -156,6 +161,17 @@ class Balancing:
             return self.tokens_per_step
         return max(1, int(_summed(torch.tensor(own), self.comm)))
 
+    def note_rows(self, number: int, received: int, own: int) -> None:
+        """Note the rows that came to the layer's experts here in a forward, beside those of own tokens."""
+        if number in self._loads:
+            self._note_forward()
+        self._loads[number] = received / max(1, own)
+
+    def _note_forward(self) -> None:
+        if self._loads:
+            self.expert_load = max(self.expert_load, sum(self._loads.values()) / len(self._loads))
+            self._loads.clear()
+
     def _note_losses(self, layer: _Layer, losses: Tensor) -> None:
         layer.losses += losses.double().cpu()
 
@@ -170,6 +186,7 @@ class Balancing:
         layers = self._layers.values()
         if not layers:
             return {}
+        self._note_forward()
         counts = torch.stack([torch.cat((layer.counts, layer.dropped[None])) for layer in layers])
         losses = torch.stack([layer.losses for layer in layers])
         counts, losses = _summed(counts, self.comm), _summed(losses, self.comm)

@@ -144,9 +144,10 @@ class MixtureOfExperts(nn.Module):
         routed = tokens.routed(hidden)
         routing, logits = self.gate(routed.flatten(0, 1))
         kept: Tensor | None = None
+        counts = self.training and torch.is_grad_enabled()
         if self.training:
             kept = first_time(partial(self._within_capacity, routing, routed, hidden))
-            if torch.is_grad_enabled():
+            if counts:
                 routing = self._balanced(routing, logits, hidden, kept)
 
         def dispatched(values: Tensor) -> Tensor:
@@ -154,16 +155,19 @@ class MixtureOfExperts(nn.Module):
             return tokens.dispatched(values.view(*routed.shape[:2], self.sizes.per_token)).flatten(0, 1)
 
         shared: list[Tensor] = []
-        rows = tokens.dispatched(routed)
+        rows, chosen = tokens.dispatched(routed), dispatched(routing.experts)
         mixed = self._parallel.mix(
             rows.flatten(0, 1),
-            dispatched(routing.experts),
+            chosen,
             dispatched(routing.weights),
             self._compute,
             kept=None if kept is None else dispatched(kept),
             positions=tokens.positions(rows, hidden),
             meanwhile=partial(self._share, hidden, shared),
         )
+        if counts:
+            received = self._parallel.received
+            first_time(partial(self._balancing.note_rows, self.number, received, chosen.numel()))
         output = tokens.combined(mixed.view(rows.shape), hidden)
         return output + shared[0] if shared else output
 

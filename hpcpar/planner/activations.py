@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import LlamaConfig, RecomputeMode
 
 ActivationKind = Literal["layer's input", "between the blocks", "within the blocks", "attention core"]
@@ -126,6 +125,8 @@ def llama_layer_nbytes(
     sequence_parallel: bool = False,
     gather_again: bool = False,
     mode: RecomputeMode = "none",
+    etp: int | None = None,
+    expert_load: float = 1.0,
 ) -> int:
     """Return the bytes that each of `tp` ranks keeps for a Llama layer without dropout.
 
@@ -139,15 +140,16 @@ def llama_layer_nbytes(
         their norms      input, normalized input, 1/σ                        2·T·(A + K)D/t + T·(A + K)/t
         feed-forward     gate, silu(gate), up, their product                 4·T·F/t
 
-    With experts the model's last layer is taken: E experts of width m, k for a token, split over the t ranks
-    as the other layers are, with all tokens kept and no losses. In place of gate and up's input and of the
-    feed-forward there are
+    With experts the model's last layer is taken: E experts of width m, k for a token, with all tokens kept
+    and no losses. Each is split over `etp` ranks, those of tp where it is None, which mix T" = T·etp/t tokens
+    and route T° = min(T', T"). In place of gate and up's input and of the feed-forward there are
 
         router           input, scores, weights; before they are renormalised; int64 numbers of 8 bytes
-                                                                T'H + T'·E + T·k; T'·(k + 1); T'·k
-        experts          rows, gate, silu(gate), up, their product, outputs   2·Tk·H + 4·Tk·m/t
+                                                                T°H + T°·E + T"·k; T°·(k + 1); T°·k
+        experts          rows, gate, silu(gate), up, their product, outputs   T"kL·H + 4·T"kL·m/etp + T"k·H
         shared expert    as a feed-forward, and its input where that is gathered
 
+    L           expert_load: rows that come to this rank's experts, over those of its tokens
     selective   without the logarithms (a kernel that is not fused would keep S values for each of them)
     full        the layer's input: T'H
     norms of queries and keys are there with a qk_norm; of all heads together they have one 1/σ for a token
@@ -172,23 +174,18 @@ def llama_layer_nbytes(
     if experts is None:
         feed_forward = 4 * tokens * config.ffn_width // tp
         return (norms + inputs + attention + feed_forward) * itemsize
-    is_gathered = tokens > own_tokens and not gather_again
-    entered = (
-        inputs // 2
-        + own_tokens * hidden
-        + (tokens * hidden if is_gathered and experts.shared_ffn_size else 0)
-    )
-    mixture = _mixture_values(experts, hidden, tokens, own_tokens, tp)
-    numbers = 8 * own_tokens * experts.per_token
+    k, etp = experts.per_token, etp or tp
+    routed = min(own_tokens, tokens * etp // tp)
+    entered = inputs // 2 + routed * hidden
+    if experts.shared_ffn_size and tokens > routed and not gather_again:
+        entered += tokens * hidden
+    own_rows = tokens * k * etp // tp
+    rows = round(expert_load * own_rows)
+    router = routed * experts.count + own_rows + (routed * (k + 1) if experts.renormalise else 0)
+    mixture = router + (rows + own_rows) * hidden + 4 * rows * experts.ffn_size // etp
+    mixture += 4 * tokens * experts.shared_ffn_size // tp
+    numbers = 8 * routed * k
     return (norms + entered + attention + mixture) * itemsize + numbers
-
-
-def _mixture_values(experts: Experts, hidden: int, tokens: int, own_tokens: int, tp: int) -> int:
-    """Count the values that router, experts and shared expert keep beside their inputs."""
-    k = experts.per_token
-    router = own_tokens * experts.count + tokens * k + (own_tokens * (k + 1) if experts.renormalise else 0)
-    rows = tokens * k
-    return router + 2 * rows * hidden + 4 * (rows * experts.ffn_size + tokens * experts.shared_ffn_size) // tp
 
 
 def llama_ends_nbytes(

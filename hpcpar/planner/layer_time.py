@@ -54,14 +54,15 @@ def plain_layer_time(
     """Return the time of one microbatch on layer `layer` without recomputation."""
     device, tp = cluster.device, strategy.layout.tp
     every = (*model.attention_products, *model.feed_forward_products(layer))
-    products, of_inputs, of_weights = products_s(cluster, strategy, every)
+    load = software.rows_over_mean(strategy.layout)
+    products, of_inputs, of_weights = products_s(cluster, strategy, every, load)
     core, scores = _core(model, cluster, strategy, software)
     tokens = strategy.own_tokens
     own = tokens / (tp if strategy.sequence_parallel else 1)
     split = software.split * tokens * model.hidden_size / tp
     rows_nbytes, expert_launches = _mixture(model, strategy, software, layer)
     passes = elementwise_s(device, software.whole * own * model.hidden_size + split + rows_nbytes)
-    exchanged = _exchanges(model, cluster, strategy, layer, core + scores)
+    exchanged = _exchanges(model, cluster, strategy, layer, core + scores, load)
     forward = {"matrix products": products, "attention": core + scores, "elementwise": passes}
     backward = {"matrix products": of_inputs, "attention": 2 * core + 2 * scores, "elementwise": 2 * passes}
     weight = {"matrix products": of_weights}
@@ -107,23 +108,24 @@ def recomputing(plain: LayerTime, mode: RecomputeMode, software: Software) -> La
 
 
 def products_s(
-    cluster: Cluster, strategy: Strategy, every: Iterable[MatrixProduct]
+    cluster: Cluster, strategy: Strategy, every: Iterable[MatrixProduct], load: float = 1.0
 ) -> tuple[float, float, float]:
     """Return the seconds of products with these matrices on one rank: forward, and both gradients.
 
+    load   rows of its experts, over the mean of the ranks
     T rows, N outputs, K inputs:   [T, K] x [K, N]   [T, N] x [N, K]   [N, T] x [T, K]
     """
     device, precision = cluster.device, strategy.precision
     forward = of_inputs = of_weights = 0.0
     for each in every:
-        rows, outputs, inputs, batch = _own_sizes(strategy, each)
+        rows, outputs, inputs, batch = _own_sizes(strategy, each, load)
         forward += matrix_product_s(device, rows, outputs, inputs, precision, batch=batch)
         of_inputs += matrix_product_s(device, rows, inputs, outputs, precision, batch=batch)
         of_weights += matrix_product_s(device, outputs, inputs, rows, precision, batch=batch)
     return forward, of_inputs, of_weights
 
 
-def _own_sizes(strategy: Strategy, each: MatrixProduct) -> tuple[float, float, float, int]:
+def _own_sizes(strategy: Strategy, each: MatrixProduct, load: float) -> tuple[float, float, float, int]:
     """Return rows, outputs, inputs and number of a rank's products with one matrix."""
     layout, tokens = strategy.layout, float(strategy.own_tokens)
     inputs, outputs, batch = float(each.inputs), float(each.outputs), 1
@@ -133,7 +135,7 @@ def _own_sizes(strategy: Strategy, each: MatrixProduct) -> tuple[float, float, f
         if layout.etp == 1:
             tokens /= layout.tp
         batch = max(1, each.copies // layout.ep)
-        tokens = tokens * each.rows / batch
+        tokens = load * tokens * each.rows / batch
     if each.split == "column":
         outputs /= tp
     elif each.split == "row":
@@ -163,6 +165,7 @@ def _mixture(model: ModelShape, strategy: Strategy, software: Software, layer: i
     if experts is None:
         return 0.0, 0.0
     rows = strategy.own_tokens * experts.per_token / (layout.tp if layout.etp == 1 else 1)
+    rows *= software.rows_over_mean(layout)
     nbytes = software.rows_moved * strategy.itemsize * rows * model.hidden_size
     own = max(1, experts.count // layout.ep)
     return nbytes, software.routing_kernels + software.expert_kernels * own
@@ -187,7 +190,7 @@ class _Exchanges:
 
 
 def _exchanges(
-    model: ModelShape, cluster: Cluster, strategy: Strategy, layer: int, core_s: float
+    model: ModelShape, cluster: Cluster, strategy: Strategy, layer: int, core_s: float, load: float
 ) -> _Exchanges:
     layout, calls, backward_calls = strategy.layout, 0, 0
     width = strategy.itemsize
@@ -222,5 +225,5 @@ def _exchanges(
         tokens = strategy.own_tokens / (layout.tp if layout.etp == 1 else 1)
         sent = width * tokens * experts.per_token * model.hidden_size * 2
         nbytes["ep"] = sent * (layout.ep - 1) / layout.ep
-        seconds["ep"] = exposed["expert parallel"] = 2 * half_allreduce_s(group, sent / 2)
+        seconds["ep"] = exposed["expert parallel"] = 2 * half_allreduce_s(group, load * sent / 2)
     return _Exchanges((calls, calls + backward_calls), exposed, nbytes, seconds)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcpar.planner.cluster import Device
+from hpcpar.planner.layout import Layout
 from hpcpar.units import MiB
 
 
@@ -29,6 +30,7 @@ class Software:
     backward_kernels  launches of its backward, in units of the forward's
     expert_kernels    launches of one expert's forward, beyond those of a dense feed-forward
     routing_kernels   launches of a mixture's forward for router, order of rows and sums over slots
+    expert_load       rows of the rank with most, over the mean of the ranks that share a mixture's experts
     rows_moved        reads and writes of rows [T·k, H] in a mixture's forward, beside its products
     call_kernels      launches' time that the host spends on one collective or message
     step_kernels      the same, on what is done once a step: optimizer, agreements, reading of tokens
@@ -63,6 +65,7 @@ class Software:
     backward_kernels: float = 1.0
     expert_kernels: float = 5
     routing_kernels: float = 15
+    expert_load: float = 1.0
     rows_moved: float = 11
     call_kernels: float = 0
     step_kernels: float = 0
@@ -81,6 +84,10 @@ class Software:
     logit_bytes: int = 8
     workspace_nbytes: int = 0
     causal_mfu: bool = False
+
+    def rows_over_mean(self, layout: Layout) -> float:
+        """Return the rows of the experts of the rank with most, over the mean of the ranks."""
+        return min(self.expert_load, float(layout.ep))
 
     def launches_s(self, device: Device, kernels: float) -> float:
         """Return what so many launches take."""

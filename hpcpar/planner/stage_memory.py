@@ -208,6 +208,8 @@ def layer_activations(
         tp=layout.tp,
         sequence_parallel=strategy.sequence_parallel,
         mode=mode,
+        etp=layout.etp,
+        expert_load=software.rows_over_mean(layout),
     )
 
 

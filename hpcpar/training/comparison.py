@@ -100,6 +100,7 @@ def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Mea
         traffic=[line.with_sent(line.nbytes_sent - nbytes) for line, nbytes, _ in own],
         step_s=statistics.median(seconds),
         split=run.split,
+        expert_load=run.expert_load(memory),
     )
     return Measured(
         name,

@@ -147,10 +147,16 @@ def strategy_of(config: Config) -> Strategy:
     )
 
 
-def estimate_of(config: Config, shape: ModelShape, cluster: Cluster) -> Estimate:
+def estimate_of(
+    config: Config, shape: ModelShape, cluster: Cluster, *, expert_load: float | None = None
+) -> Estimate:
     """Return the planner's estimate of a step, with the configured types of gradients and moments."""
-    gradients = state_widths(config, moments=0).gradients
-    software = replace(HPCPAR, moment_dtype=config.optimizer.moments, gradient_bytes=gradients)
+    software = replace(
+        HPCPAR,
+        moment_dtype=config.optimizer.moments,
+        gradient_bytes=state_widths(config, moments=0).gradients,
+        expert_load=expert_load or HPCPAR.expert_load,
+    )
     return estimate(shape, cluster, strategy_of(config), software)
 
 
@@ -201,9 +207,11 @@ def predict(
     traffic: Sequence[TrafficLine],
     step_s: float | None,
     split: StageSplit | None = None,
+    expert_load: float | None = None,
 ) -> Prediction:
     """Return the planner's figures beside the measured ones.
 
+    expert_load   that was measured; None: even
     split     of the run's pipeline
     machine   the file of this machine's description
     step_s    median seconds of a step; None: no step was done
@@ -218,12 +226,12 @@ def predict(
     is_timed = False
     try:
         cluster = machine_of(machine, layout)
-        found, is_timed = estimate_of(config, shape, cluster), True
+        found, is_timed = estimate_of(config, shape, cluster, expert_load=expert_load), True
     except HpcparError as error:
         missing.append(f"no prediction of the step's time: {error}")
         try:
             # Memory is the same on every machine.
-            found = estimate_of(config, shape, Cluster.named("h100-dgx"))
+            found = estimate_of(config, shape, Cluster.named("h100-dgx"), expert_load=expert_load)
         except HpcparError as other:
             missing = [f"not predicted: {other}"]
     worst = memory.worst

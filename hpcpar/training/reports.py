@@ -39,6 +39,8 @@ class Outcome:
     seconds         that this run's steps took
     traffic         bytes and messages of all ranks, beside the theory
     memory          bytes of all ranks at the end, beside the formula; activations as in the first step
+    expert_load     rows that came to the experts of the rank that needs most memory, over those of its
+                    tokens, in the forward with most of the first step; None without experts
     """
 
     first_step: int
@@ -49,6 +51,7 @@ class Outcome:
     seconds: float
     traffic: tuple[TrafficLine, ...]
     memory: MemoryReport
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
         traffic=outcome.traffic,
         step_s=step_s,
         split=run.split,
+        expert_load=outcome.expert_load,
     )
 
 

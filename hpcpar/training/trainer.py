@@ -87,6 +87,7 @@ class Run:
         self._preemption = preemption
         self._is_to_stop = False
         self._activations: Activations | None = None
+        self._expert_load = 0.0
         self._attempt: dict[str, Any] = {}
         self.mesh = Mesh(comm, config.mesh.model_dump())
         require_composition(config, self.mesh.layout)
@@ -203,6 +204,7 @@ class Run:
                 held_out = self._evaluate(self.first_step, metrics)
         if self._preemption is not None:
             self._preemption.settle()
+        memory = self.memory_report()
         outcome = Outcome(
             first_step=self.first_step,
             steps=self.first_step + milestones.steps_left,
@@ -211,7 +213,8 @@ class Run:
             tokens_per_s=milestones.steps_left * self.tokens_per_step / seconds if seconds else 0.0,
             seconds=seconds,
             traffic=tuple(gather_traffic(self.comm, self._expected_traffic())),
-            memory=self.memory_report(),
+            memory=memory,
+            expert_load=self.expert_load(memory),
         )
         write_reports(self, outcome, sample(self))
         return outcome
@@ -310,6 +313,15 @@ class Run:
         """Return the memory of all ranks now, and activations as in the first step. Collective."""
         return memory_report(self.model, self.optimizer, self.comm, activations=self._activations)
 
+    def expert_load(self, memory: MemoryReport) -> float | None:
+        """Return the rows that came to a rank's experts over those of its tokens; None without experts.
+
+        Of the rank that needs most memory, in the forward with most of the first step. Collective.
+        """
+        if self.worker.balancing is None:
+            return None
+        return self.comm.allgather_object(self._expert_load)[memory.worst.rank]
+
     def say(self, text: str) -> None:
         """Print to the console, on rank 0."""
         if self.console is not None:
@@ -325,7 +337,9 @@ class Run:
             return self._step(step)
         with watch_activations(self.model, trace) as activations, layer_spans(self.model, trace):
             result = self._step(step)
-        self._activations = self._activations or activations
+        if self._activations is None:
+            self._activations = activations
+            self._expert_load = self.worker.balancing.expert_load if self.worker.balancing else 0.0
         if trace is not None:
             state = model_state(self.model, self.optimizer)
             trace.count("model state", **{what: line.nbytes for what, line in state.items()})

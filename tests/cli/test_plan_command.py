@@ -81,6 +81,12 @@ def test_json_has_the_figures_of_the_table() -> None:
     assert found["layouts"] >= len(found["rejected"]) + 2
 
 
+def test_a_plan_for_uneven_experts_takes_more_memory_and_time() -> None:
+    words = ("qwen3-30b-a3b", "--machine", "h100-dgx", "--nodes", 4, "--fix", "ep=8", "--json", "--top", 1)
+    (even,), (uneven,) = (json.loads(told(*words, *more))["ranked"] for more in ((), ("--expert-load", 1.5)))
+    assert uneven["step_s"] > even["step_s"]
+
+
 def test_what_is_fixed_and_compared_is_what_is_asked_for() -> None:
     output = told("llama3-8b", *ON_8, "--compare", "tp=8", "dp=8,zero=3")
     assert "A: tp=8" in output
@@ -273,6 +279,8 @@ def test_where_none_fits_the_smallest_change_is_named_and_helps() -> None:
         (("llama3-8b", *ON_8, "--precision", "int3"), "no peak FLOP/s for 'int3'"),
         (("llama3-8b", *ON_8, "--output", "plan.xyz"), "xyz is no format of pictures"),
         (("llama3-8b", *ON_8, "--fewest-nodes"), "exclude each other"),
+        (("llama3-8b", *ON_8, "--expert-load", "1.5"), "for a model with experts"),
+        (("mixtral-8x7b", *ON_8, "--expert-load", "0.5"), "not in the range"),
     ],
 )
 def test_wrong_requests_are_refused_with_what_works(words: tuple[Any, ...], said: str) -> None:

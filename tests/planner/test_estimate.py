@@ -13,13 +13,13 @@ from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
 from hpcpar.pipeline_schedules.schedule_registry import make
 from hpcpar.planner.cluster import Cluster, machine_names
-from hpcpar.planner.estimate import estimate
+from hpcpar.planner.estimate import Estimate, estimate
 from hpcpar.planner.experts import Experts
 from hpcpar.planner.model_shapes import PUBLISHED, ModelShape
 from hpcpar.planner.pipeline_time import closed_span_s, span_s
 from hpcpar.planner.shapes import PRESETS, Recompute
 from hpcpar.planner.software import HPCPAR
-from hpcpar.planner.stage_memory import layer_activations, own_parameters
+from hpcpar.planner.stage_memory import ACTIVATIONS, layer_activations, own_parameters
 from hpcpar.planner.stages import chunks_alive, stages_of
 from hpcpar.planner.strategy import Strategy
 
@@ -214,6 +214,23 @@ def test_a_mixture_takes_launches_for_its_router_and_for_each_expert_of_the_rank
         HPCPAR.kernels + HPCPAR.routing_kernels + 8 * HPCPAR.expert_kernels
     )
     assert launches(8, 1) - launches(8, 4) == pytest.approx(6 * HPCPAR.expert_kernels)
+
+
+def test_the_rank_whose_experts_have_most_rows_decides_memory_and_time() -> None:
+    shape = replace(ModelShape.named("tiny"), experts=Experts(8, 2, 128))
+    cluster = Cluster.named("h100-dgx").with_devices(8)
+
+    def priced(ep: int, load: float) -> Estimate:
+        strategy = Strategy(Layout(dp=8, ep=ep), 8, 1, 1024)
+        return estimate(shape, cluster, strategy, replace(NO_CALLS, expert_load=load))
+
+    even, uneven = priced(4, 1.0), priced(4, 1.5)
+    rows = 0.5 * 1024 * 2 * (shape.hidden_size + 4 * 128)
+    more = uneven.worst.purposes[ACTIVATIONS] - even.worst.purposes[ACTIVATIONS]
+    assert more == shape.layers * rows * 2  # bytes of a bfloat16
+    assert uneven.parts()["expert parallel"] > even.parts()["expert parallel"]
+    assert priced(4, 9.0).step_s == priced(4, 4.0).step_s  # all rows on one of four ranks
+    assert priced(1, 1.5).step_s == priced(1, 1.0).step_s
 
 
 def test_stages_that_share_a_core_compute_while_others_idle() -> None:

@@ -32,6 +32,18 @@ def told_by(config: Config, size: int) -> tuple[dict[str, dict[str, float]], str
     return figures, consoles[0].file.getvalue()  # type: ignore[attr-defined]
 
 
+EXPERTS = ("model.experts.count=5", "model.experts.per_token=2", "model.experts.ffn_size=48")
+OF_FOUR = [
+    ("mesh.ep=2", "mesh.tp=2"),
+    ("mesh.ep=2", "mesh.tp=2", "mesh.etp=2", "train.microbatch=4"),
+    ("mesh.ep=2", "mesh.pp=2", "model.layers=4", "model.ffn_size=128"),
+    (
+        *("mesh.ep=4", "mesh.tp=2", "tensor_parallel.sequence_parallel=true"),
+        "model.experts.shared_ffn_size=24",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -45,18 +57,22 @@ def told_by(config: Config, size: int) -> tuple[dict[str, dict[str, float]], str
         ("mesh.dp_shard=1", "optimizer.zero_stage=2"),
         ("optimizer.name=muon", "optimizer.zero_stage=0"),
         ("optimizer.name=sgd", "optimizer.zero_stage=3"),
+        ("mesh.ep=2", *EXPERTS),
+        *((*options, *EXPERTS) for options in OF_FOUR),
     ],
-    ids=lambda options: options[0],
+    ids=" ".join,
 )
 def test_memory_and_bytes_are_predicted(
     config_of: MakeConfig, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCPAR_MACHINE", str(MACHINES / "two-cores.toml"))
-    figures, printed = told_by(config_of(*COMMON, *options), 2)
+    is_of_four = options[: -len(EXPERTS)] in OF_FOUR
+    figures, printed = told_by(config_of(*COMMON, *options), 4 if is_of_four else 2)
     for what in ("parameters", "gradients", "optimizer state"):
         assert figures[what]["predicted"] == pytest.approx(figures[what]["measured"], rel=0.01), what
     # In full recomputation one layer at a time is recomputed on top of the inputs that are kept.
     if "train.recompute=full" not in options:
+        # Also where experts' loads are uneven, as they are here.
         assert figures["activations"]["predicted"] == pytest.approx(
             figures["activations"]["measured"], rel=0.02
         )
