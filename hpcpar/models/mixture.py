@@ -31,6 +31,7 @@ from hpcpar.models.layers import Layers, Linear, LinearFactory, Projection, proj
 from hpcpar.parameter_info import note
 from hpcpar.planner.experts import Experts
 from hpcpar.tensor_parallel.split import ModulesOfRanks
+from hpcpar.uncompiled import uncompiled
 
 
 class FeedForward(nn.Module):
@@ -166,10 +167,14 @@ class MixtureOfExperts(nn.Module):
             meanwhile=partial(self._share, hidden, shared),
         )
         if counts:
-            received = self._parallel.received
-            first_time(partial(self._balancing.note_rows, self.number, received, chosen.numel()))
+            self._note_rows(chosen.numel())
         output = tokens.combined(mixed.view(rows.shape), hidden)
         return output + shared[0] if shared else output
+
+    @uncompiled
+    def _note_rows(self, own: int) -> None:
+        """Note how many rows came here while `own` were of this rank's tokens."""
+        first_time(partial(self._balancing.note_rows, self.number, self._parallel.received, own))
 
     def _share(self, hidden: Tensor, shared: list[Tensor]) -> None:
         """Compute the shared expert, which has exits of its own to other ranks."""
