@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -25,9 +24,9 @@ from hpcpar.autograd.grad_accumulation_fusion import (
     LinearWeightGrad,
     bias_gradient,
     matrix,
-    no_view,
 )
 from hpcpar.autograd.held_parameter import is_ordinary
+from hpcpar.autograd.own_functions import differentiated_once, is_transformed, no_view, under_autocast
 
 if TYPE_CHECKING:
     from hpcpar.autograd.weight_grad_mode import DeferredGradients
@@ -45,6 +44,8 @@ OF_VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H",
 
 VALUES = frozenset({Tensor, torch.Size, torch.dtype, torch.device, int, float, bool, str, slice, type(None)})
 """Types of arguments that are no parameters and hold none."""
+
+DEFERRED = "layers whose weights' gradients wait for W; take a schedule without it, such as 1f1b"
 
 VIEWS = {"_CopyToBackward"} | {
     f"{name}Backward0"
@@ -93,7 +94,7 @@ class WeightGradMode(TorchFunctionMode):
             and VALUES.issuperset(map(type, kwargs.values()))
         ):
             return func(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return func(*args, **kwargs)
         if special is not None:
             output = special(self, *args, **kwargs)
@@ -145,9 +146,7 @@ def _linear(mode: WeightGradMode, input: Tensor, weight: Tensor, bias: Tensor | 
     weights = given[1:]
     if not all(made_of_parameters(each) for each in weights if each.requires_grad):
         return NotImplemented
-    x = mode.deferred.stand_in(input)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    (x,) = under_autocast(mode.deferred.stand_in(input))
     anchors = [cut_off(each) for each in weights]
     if mode.again:
         _Kept.apply(x, anchors[0])  # type: ignore[no-untyped-call]
@@ -192,7 +191,7 @@ class _DeferredLinear(Function):
         return no_view(functional.linear(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(DEFERRED)
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         need_x, *needs = ctx.needs_input_grad[2:]
@@ -247,7 +246,7 @@ class _DeferredEmbedding(Function):
         return functional.embedding(tokens, weight, *options)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(DEFERRED)
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
         ctx.deferred.add(ctx.weight, EmbeddingWeightGrad(gradient, tokens, ctx.weight.shape[0], *ctx.options))

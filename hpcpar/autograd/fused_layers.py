@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.nn import functional
 
 from hpcpar.autograd.grad_accumulation_fusion import (
@@ -18,9 +18,9 @@ from hpcpar.autograd.grad_accumulation_fusion import (
     LinearWeightGrad,
     accumulate,
     bias_gradient,
-    no_view,
 )
 from hpcpar.autograd.held_parameter import is_ordinary
+from hpcpar.autograd.own_functions import is_transformed, no_view
 from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.units import MiB
 
@@ -84,18 +84,9 @@ def _is_worth_while(weight: Tensor, input: Tensor) -> bool:
         and input.dim() > 0
         and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_compiling()
-        and not _is_transformed()
+        and not is_transformed()
         and under_way() is None
     )
-
-
-def _is_transformed() -> bool:
-    """Return whether torch.func (vmap, grad, jvp) or forward-mode differentiation is at work.
-
-    They refuse a Function like those below. Torch has no public name for it; an unknown one counts as no.
-    """
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", bool)
-    return bool(transforms()) or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 class _Linear(Function):

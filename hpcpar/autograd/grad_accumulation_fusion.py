@@ -173,11 +173,6 @@ def matrix(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() < 2 else tensor.flatten(0, -2)
 
 
-def no_view(output: Tensor) -> Tensor:
-    """Detach a Function's output that may be a view: torch refuses to change such a view in place."""
-    return output.detach()
-
-
 # --- buffer -----------------------------------------------------------------------------------------
 
 Offer = Callable[[], Tensor | None]

@@ -37,19 +37,21 @@ def recompute(
     function: Callable[..., T],
     *tensors: Tensor,
     streams: Streams | None = None,
-    preserve_default_generator: bool = False,
+    preserve_default_generator: bool | None = None,
 ) -> T:
     """function(*tensors), keeping these alone; what backward needs of the rest is computed once more.
 
     streams                      what the function draws from: it draws the same numbers again, and they then
                                  stand where they would have stood without recomputation
-    preserve_default_generator   the same for torch's own, which costs more and is the process's
+    preserve_default_generator   the same for torch's own, which is the process's; None: without `streams`
     weights' gradients           that are deferred in the first forward are so in this one
     collective                   as the function is, and once more in backward up to the last tensor that
                                  backward needs: all ranks recompute, or none
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
+    if preserve_default_generator is None:
+        preserve_default_generator = streams is None
     results = _FirstResults()
     again = _AsBefore(streams, under_way(), results)
     result: T = checkpoint(

@@ -32,7 +32,7 @@ from hpcpar.autograd.dim_collectives import (
     start_sum_scatter,
     summed,
 )
-from hpcpar.autograd.grad_accumulation_fusion import no_view
+from hpcpar.autograd.own_functions import no_view
 from hpcpar.errors import OperationError
 from hpcpar.uncompiled import uncompiled
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd.deferred_functions import WeightGradMode
 from hpcpar.autograd.grad_accumulation_fusion import WeightGrad, accumulate
@@ -41,8 +40,9 @@ class DeferredGradients:
     made in B. In any case it reaches the parameter in `compute`: its hooks run there, once, however often and
     wherever the parameter was used.
 
-    An exception is a parameter that is handed to an autograd Function directly, not through `stand_in`:
-    torch shows such calls to nobody, so what comes from there reaches the parameter in B, as always.
+    An exception is a parameter that is handed to an autograd Function directly, not through `stand_in`, as
+    torch shows such calls to nobody, or used within torch.func (vmap, grad, jvp), which refuses stand-ins.
+    From there a gradient reaches the parameter in B, as always.
 
     Between B and W the inputs of the modules and the gradient that B was given are still in use: do not
     write to them. B is for all leaves, without torch's `inputs=`; gradients of gradients (create_graph) are
@@ -149,7 +149,6 @@ class _Sum(Function):
         return tensor.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
         return accumulate(ctx.tensor, ctx.parts), None
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from hpcpar.autograd.own_functions import differentiated_once
 from hpcpar.autograd.random_by_place import kept_by_place
 from hpcpar.context_parallel.block import AttentionBlock, AttentionGradients, KeysValues, wide
 from hpcpar.context_parallel.context_plan import BlockTask, ContextPlan, Spans, part_of
@@ -127,7 +127,7 @@ class Attention(Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("context-parallel attention; do without context parallelism")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         queries, out, lse, keys, values, *kept = ctx.saved_tensors
         call: AttentionCall = ctx.call

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.checksum import checksum
+from hpcpar.autograd.own_functions import under_autocast
 from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.context_parallel.block import wide
 from hpcpar.context_parallel.blockwise_attention import Attention, AttentionCall, WeightDropout, places_in
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
 Method = Literal["exchange", "ring", "allgather", "ulysses", "ulysses+exchange", "ulysses+ring"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
+
+CHECKED = 2
+"""First batches whose tokens are compared over the ranks: who reads other samples does so from the start."""
 
 PLANS = 64
 """Masks whose plans are kept: packed documents give another one with each batch."""
@@ -97,17 +102,21 @@ class ContextParallel:
         self._plans = lru_cache(PLANS)(self._plan)
         self._masks: list[Mask] = []
         self._agreed: list[set[Mask]] = []
+        self._tokens: list[str] = []
+        self._unchecked = CHECKED
 
     @contextmanager
     def using(self, mask: Mask) -> Iterator[None]:
         """Let the methods mean this mask, in forward and in backward (recomputation asks for it again)."""
         self._masks.append(mask)
         self._agreed.append(set())
+        self._tokens.append("")
         try:
             yield
         finally:
             self._masks.pop()
             self._agreed.pop()
+            self._tokens.pop()
 
     @property
     def mask(self) -> Mask:
@@ -158,6 +167,9 @@ class ContextParallel:
                 f"a tensor of shape {list(tensor.shape)} has {tensor.shape[dim]} tokens along dim {dim}, but "
                 f"the mask in use {self.mask.length}; give the whole sequence"
             )
+        if self._unchecked and not self._tokens[-1] and not tensor.is_floating_point():
+            self._unchecked -= 1
+            self._tokens[-1] = f" with tokens of checksum {checksum(tensor):08x}"
         return tensor.index_select(dim, self.places().to(tensor.device))
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -186,18 +198,21 @@ class ContextParallel:
     ) -> Tensor:
         """Return softmax(Q Kᵀ scale)·V over the whole sequence, for this rank's queries; collective.
 
-        queries   [B, A, N, D] of this rank's tokens, whose positions they have been rotated by
+        queries   [B, A, N, D] of this rank's tokens, whose positions they have been rotated by; all three of
+                  one type, or under torch.autocast cast to its type
         keys, values   [B, K, N, D], A a multiple of K
         scale     None: 1/√D
         dropout   of the attention weights; None: none. What is dropped depends on the places of query and
                   key, and not on the number of ranks
         window    of this layer: a query sees keys at a distance below it, and of them those that the mask in
                   use has; which rank holds which tokens depends on that mask alone. None: no other window
-        errors    MismatchError for shapes that do not fit the mask, and on every rank for masks that differ
-                  between ranks; LayoutError for heads that do not divide among ranks that exchange heads
+        errors    MismatchError for shapes that do not fit the mask, for several types, and on every rank for
+                  masks that differ between ranks; LayoutError for heads that do not divide among ranks that
+                  exchange heads
         """
         plan = self.plan(self.mask, window)
         self._require_agreed(plan.mask)
+        queries, keys, values = under_autocast(queries, keys, values)
         self._require_shapes(queries, keys, values, plan)
         scale = queries.shape[-1] ** -0.5 if scale is None else scale
         travel = self._travel(plan, keys.dtype if self.narrow else wide(keys.dtype))
@@ -240,7 +255,7 @@ class ContextParallel:
         return balanced(mask, self.outer.size, multiple=self.multiple, even=self.even)
 
     def _require_agreed(self, mask: Mask) -> None:
-        """Agree with the other ranks, the first time that this mask is needed within `using`.
+        """Agree with the other ranks on mask and tokens, when this mask is first needed within `using`.
 
         Not only for a mask that is new to this rank: another may have it new, or go on with an older one.
         cost     one all-reduce of 32 bytes
@@ -248,24 +263,27 @@ class ContextParallel:
         agreed = self._agreed[-1]
         if mask in agreed:
             return
-        if not is_same_everywhere(self.comm, repr(mask)):
-            everyone = self.comm.allgather_object(mask)
+        own = f"{mask}{self._tokens[-1]}"
+        if not is_same_everywhere(self.comm, own):
+            everyone = self.comm.allgather_object(own)
             other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
             raise MismatchError(
-                f"ranks of one sequence have different masks: rank 0 has {everyone[0]}, rank {other} has "
-                f"{everyone[other]}; all ranks of {self.comm.name!r} must read the same sample"
+                f"ranks of one sequence have different masks or tokens: rank 0 has {everyone[0]}, rank "
+                f"{other} has {everyone[other]}; all ranks of {self.comm.name!r} must read the same sample: "
+                "choose it by mesh.dp.rank of mesh.dp.size"
             )
         agreed.add(mask)
 
     def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: ContextPlan) -> None:
         count = self._counts(plan)[self.inner.rank]
         shapes = [list(tensor.shape) for tensor in (queries, keys, values)]
+        dtypes = [str(tensor.dtype) for tensor in (queries, keys, values)]
         fits = all(len(shape) == 4 and shape[2:] == [count, shapes[0][-1]] for shape in shapes)
-        if not fits or shapes[0][1] % shapes[1][1] or shapes[1] != shapes[2]:
+        if not fits or shapes[0][1] % shapes[1][1] or shapes[1] != shapes[2] or len(set(dtypes)) > 1:
             raise MismatchError(
-                f"rank {self.comm.rank}: queries, keys and values of shapes {shapes}; they must be "
-                f"[B, A, {count}, D] and [B, K, {count}, D] with A a multiple of K, as this rank holds "
-                f"{count} of the {plan.mask.length} tokens"
+                f"rank {self.comm.rank}: queries, keys and values of shapes {shapes} and types "
+                f"{', '.join(dtypes)}; they must be [B, A, {count}, D] and [B, K, {count}, D] with A a "
+                f"multiple of K, as this rank holds {count} of the {plan.mask.length} tokens, and of one type"
             )
 
 

@@ -12,7 +12,7 @@ appendix B).
 
 torch's fused kernels are used where they can be: for CPUs here, for CUDA in `fused_cuda.py`. A row whose keys
 are all masked has lse 0 in the one for CPUs, which is made -inf. The plain form takes the rest: dropout of
-attention weights, float64 on GPUs, old GPUs, AMD's, other devices.
+attention weights, a scale of 0 or below, float64 on GPUs, old GPUs, AMD's, other devices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def attend_backward(
 
 def kernel_for(queries: Tensor, block: AttentionBlock) -> Kernel:
     """Return the kernel that computes this block."""
-    if block.weights is not None:
+    if block.weights is not None or block.scale <= 0:  # fused ones scale what a causal mask sets to -inf
         return PLAIN
     device = queries.device
     if device.type == "cpu":

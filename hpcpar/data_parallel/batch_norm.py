@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hpcpar.autograd.own_functions import differentiated_once
 from hpcpar.errors import OperationError
 from hpcpar.uncompiled import uncompiled
 
@@ -217,7 +217,7 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(x, mean.to(dtype), variance.to(dtype), weight, bias, eps=layer.eps)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("SyncBatchNorm; take GroupNorm, or BatchNorm of each rank's batch")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         channels = [1, -1] + [1] * (x.dim() - 2)

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from hpcpar.autograd.own_functions import differentiated_once
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
+MIXTURES = "a mixture of experts; do without it"
 T = TypeVar("T")
 Waiter = Callable[[], T]
 """Waits for what is under way, and returns it."""
@@ -339,7 +341,7 @@ class Depart(Function):
         return hidden.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(MIXTURES)
     def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.trip.wait().total, None
 
@@ -353,7 +355,7 @@ class Arrive(Function):
         return trip.wait(), joint.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(MIXTURES)
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
         ctx.trip.under_way = ctx.trip.route.start_home(gradient, None)
         return gradient.new_zeros(0), None
@@ -369,7 +371,7 @@ class Leave(Function):
         return outputs.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(MIXTURES)
     def backward(ctx: Any, joint: Tensor) -> Any:
         return ctx.trip.wait(), joint.new_zeros(0), None, None
 
@@ -386,7 +388,7 @@ class Home(Function):
         return total  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(MIXTURES)
     def backward(ctx: Any, gradient: Tensor) -> Any:
         weights, *outputs = ctx.saved_tensors
         ctx.trip.under_way, of_weights = ctx.trip.route.start_gradients(

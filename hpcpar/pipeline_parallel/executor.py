@@ -61,6 +61,7 @@ def agree_on_pass(
     kind: str,
     microbatches: int | None,
     length: int | None,
+    of_targets: int | None,
     description: str,
     error: Exception | None,
 ) -> AgreedPass:
@@ -70,9 +71,10 @@ def agree_on_pass(
 
     microbatches   None: take the number that other ranks have
     length         of the batch before it was divided; None: no batch on this rank, or a list of microbatches
+    of_targets     checksum of the targets on the first and on the last stage's rank; None: not compared
     description    everything that the shapes of this rank's messages depend on
     error          error in this rank's arguments
-    cost           one all-gather of 48 bytes a rank
+    cost           one all-gather of 56 bytes a rank
     errors         PeerFailedError on every rank if one has an error, MismatchError if ranks start different
                    passes
     """
@@ -80,6 +82,7 @@ def agree_on_pass(
     own = [
         error is not None,
         _UNKNOWN if length is None else length,
+        _UNKNOWN if of_targets is None else of_targets,
         KINDS.index(kind),
         _UNKNOWN if microbatches is None else microbatches,
     ]
@@ -87,11 +90,12 @@ def agree_on_pass(
     everyone = comm.unchecked("agreement").allgather(message).reshape(comm.size, -1)
     if everyone[:, 0].any():
         comm.agree(error, f"pipeline {kind}")
-    counts = _known(everyone[:, 3])
-    _require_equal(comm, "was asked for", {rank: KINDS[each] for rank, each in enumerate(everyone[:, 2])})
+    counts = _known(everyone[:, 4])
+    _require_equal(comm, "was asked for", {rank: KINDS[each] for rank, each in enumerate(everyone[:, 3])})
     _require_equal(comm, "was given microbatches:", counts)
     _require_equal(comm, "was given a batch of", _known(everyone[:, 1]))
-    return AgreedPass(next(iter(counts.values())), everyone[:, 2:].tobytes())
+    _require_equal(comm, "was given targets of checksum", _known(everyone[:, 2]))
+    return AgreedPass(next(iter(counts.values())), everyone[:, 3:].tobytes())
 
 
 def _known(numbers: Any) -> dict[int, int]:
@@ -104,7 +108,7 @@ def _require_equal(comm: Communicator, what: str, by_rank: Mapping[int, object])
         raise MismatchError(
             f"ranks of {comm.name!r} are not about to do the same in their pipeline: {told}. Every rank must "
             "call step and evaluate in the same order, with inputs and targets of as many microbatches, "
-            "and of one length where they are tensors"
+            "of one length where they are tensors, and of the same samples, chosen by mesh.dp.rank"
         )
 
 

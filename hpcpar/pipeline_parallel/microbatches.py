@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.checksum import checksum
 from hpcpar.errors import OperationError
 
 
@@ -73,14 +75,32 @@ def as_arguments(microbatch: Any) -> tuple[Any, ...]:
     return microbatch if isinstance(microbatch, tuple) else (microbatch,)
 
 
+def checksum_of(batch: Any) -> int | None:
+    """Checksum of the tensors in a batch, however it is divided into microbatches; None without any."""
+    found = None
+    for microbatch in batch if isinstance(batch, list) else [batch]:
+        for each in as_arguments(microbatch):
+            if isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta:
+                found = checksum(each, found or 0)
+    return found
+
+
 def signature(microbatches: Sequence[Any]) -> str:
     """Describe shapes and dtypes: equal for microbatches whose outputs have equal shapes."""
-    return repr([[_signature(each) for each in as_arguments(microbatch)] for microbatch in microbatches])
+    return repr([_signature(as_arguments(microbatch)) for microbatch in microbatches])
 
 
 def _signature(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"{argument.dtype}{list(argument.shape)}{argument.requires_grad}"
+    if isinstance(argument, Mapping):
+        return repr({name: _signature(each) for name, each in argument.items()})
+    if isinstance(argument, (tuple, list)):
+        return repr(list(map(_signature, argument)))
     if isinstance(argument, (bool, int, float, str, type(None))):
         return repr(argument)
-    return type(argument).__qualname__
+    return f"{type(argument).__qualname__} {next(_UNKNOWN)}"
+
+
+_UNKNOWN = count()
+"""Objects in which shapes are not looked for: each is another one."""

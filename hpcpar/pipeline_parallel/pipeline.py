@@ -38,7 +38,7 @@ from hpcpar.pipeline_parallel.executor import (
     forward_only,
 )
 from hpcpar.pipeline_parallel.mailbox import Mailbox
-from hpcpar.pipeline_parallel.microbatches import batch_length, microbatches_of, signature
+from hpcpar.pipeline_parallel.microbatches import batch_length, checksum_of, microbatches_of, signature
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers
 from hpcpar.pipeline_parallel.tensor_spec import OutputSpec
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
@@ -48,6 +48,9 @@ from hpcpar.pipeline_schedules.timetable import Timed, Timetable, shifted
 Loss = Callable[[Any, Any], Tensor]
 
 NoSync = Callable[[], AbstractContextManager[Any]]
+
+CHECKED = 2
+"""First passes that compare the targets of the first rank, which go with its inputs, and of the last."""
 
 MAX_SHAPES = 64
 """Passes of different shapes whose specs are remembered; the least recently used one goes."""
@@ -117,6 +120,7 @@ class Pipeline:
         self._late_from = late_from(schedule, comm.rank)
         self._specs: OrderedDict[bytes, dict[tuple[int, int], OutputSpec]] = OrderedDict()
         self._timed: list[Timed] = []
+        self._unchecked = CHECKED
 
     @property
     def first_rank(self) -> int:
@@ -133,10 +137,11 @@ class Pipeline:
 
         inputs    for the first stage: a batch (a tensor, or a tuple of them, the stage's arguments), which is
                   divided along dim 0, or a list of microbatches; ignored on ranks without that stage
-        targets   for the last stage, divided alike; ignored on other ranks, and without a `loss`
+        targets   for the last stage, divided alike; without use on other ranks, and without a `loss`
         returns   losses [m] on the rank with the last stage, else None
         errors    PeerFailedError on every rank if a stage fails on any; MismatchError if another rank
-                  evaluates, or if inputs and targets are batches of different lengths
+                  evaluates, or if inputs and targets are batches of different lengths; in the first passes
+                  also if targets on the rank with the first stage are others than those on the last
         """
         with torch.enable_grad():
             results = self._pass("step", inputs, targets, with_loss=True)
@@ -184,8 +189,11 @@ class Pipeline:
             batches["targets"] = targets
         divided: dict[str, list[Any]] = {}
         length: int | None = None
+        of_targets: int | None = None
         error: Exception | None = None
         try:
+            if self._unchecked > 0 and (has_first or "targets" in batches):
+                of_targets = checksum_of(targets)
             divided = {what: self._microbatches(kind, batch, what) for what, batch in batches.items()}
             length = _common_length(batches, divided)
         except Exception as caught:  # whatever it is, the other ranks must hear of it
@@ -196,9 +204,11 @@ class Pipeline:
             kind,
             next((len(each) for each in divided.values()), None),
             length,
+            of_targets,
             self._description(own_inputs),
             error,
         )
+        self._unchecked -= 1
         is_step = kind == "step"
         schedule = self.schedule if is_step else forward_only(self.schedule, agreed.microbatches)
         mailbox = Mailbox(

@@ -133,9 +133,8 @@ class Stage:
                 raise OperationError(
                     f"stage {self.number} recomputes by torch.utils.checkpoint, use_reentrant=False, which "
                     "does not know that the schedule takes its backward in two parts: call "
-                    "hpcpar.autograd.recompute(function, *tensors, preserve_default_generator=True) in its "
-                    "place, pass use_reentrant=True, or take a schedule without W, such as 1f1b or "
-                    "interleaved"
+                    "hpcpar.autograd.recompute(function, *tensors) in its place, pass use_reentrant=True, or "
+                    "take a schedule without W, such as 1f1b or interleaved"
                 ) from error
         found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in state.inputs)
         state.inputs, state.root = (), None

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcpar.autograd.checksum import checksum
+from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.errors import MismatchError
-from hpcpar.parameter_info import note
+from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -48,6 +50,7 @@ class TiedWeights:
             name: tuple(rank for rank, specs in enumerate(told) if specs[name] is not None) for name in specs
         }
         self.comms: dict[str, Communicator] = {}
+        self._compared: set[str] = set()
         made: dict[tuple[int, ...], Communicator | None] = {}
         for name, holders in self.holders.items():
             if len(holders) < 2:
@@ -66,16 +69,19 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Sum the gradients of all copies, in place in each .grad. Collective over the holders.
 
-        Call it after the last action of a step, before gradients are clipped or used. A DistributedOptimizer
-        defers the average of the parameters named by its `tied`, and refuses other copies; in stages 2 and 3
-        this waits for the averages, and sums the shards. A copy without a gradient counts as zeros; if no
-        copy has one, none gets one.
+        Call it once, after the last pass whose gradients a step of the optimizer takes, before they are
+        clipped or used: a second call adds up sums. The first call compares the copies' values. A
+        DistributedOptimizer defers the average of the parameters named by its `tied`, and refuses other
+        copies; in stages 2 and 3 this waits for the averages, and sums the shards. A copy without a gradient
+        counts as zeros; if no copy has one, none gets one.
 
-        cost   2(n - 1)/n·S sent by each of n holders for S bytes, of the whole or of a shard: S for two; and
-               one byte of agreement
+        cost     2(n - 1)/n·S sent by each of n holders for S bytes, of the whole or of a shard: S for two;
+                 and one byte of agreement, in the first call 32 more
+        errors   MismatchError on every holder, in the first call, if the copies have different values
         """
         for name, comm in self.comms.items():
             own = self._own[name]
+            self._require_equal(name, own, comm)
             found = np.array([own.grad is not None], dtype=np.uint8)
             if not comm.unchecked("agreement").allreduce(found, "or")[0]:
                 continue
@@ -83,10 +89,23 @@ class TiedWeights:
                 own.grad = torch.zeros_like(own)
             # Of a gradient in shards, the part of this rank; the other holders have the same one.
             part = getattr(own.grad, "shard", own.grad)
+            if part.is_sparse:
+                own.grad = part = part.to_dense()
             flat = part.contiguous()
             comm.allreduce(flat)
             if flat is not part:
                 part.copy_(flat)
+
+    def _require_equal(self, name: str, own: nn.Parameter, comm: Communicator) -> None:
+        if name in self._compared or info_of(own).sharding is not None:  # its values are not here
+            return
+        self._compared.add(name)
+        if not is_same_everywhere(comm, f"{checksum(own)}"):
+            raise MismatchError(
+                f"copies of {name} on ranks {', '.join(map(str, self.holders[name]))} have different values, "
+                "and would stay different: draw them from one seed, or broadcast one of them to the others "
+                "before the first step"
+            )
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts a parameter in norms and sums over the pipeline: of copies, the first."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hpcpar.autograd import gather_from
 from hpcpar.autograd.dim_collectives import summed
+from hpcpar.autograd.own_functions import differentiated_once
 from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.tensor_parallel.sameness import Sameness
 from hpcpar.tensor_parallel.split import Split, padded_length, split_evenly
@@ -146,7 +146,9 @@ class _CrossEntropy(Function):
         return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(
+        "a vocabulary-parallel loss; give torch's cross_entropy the logits of whole_logits()"
+    )
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shares, total, log_denominator, place, own, counted = ctx.saved_tensors
         gradient = gradient.masked_fill(~counted, 0.0)

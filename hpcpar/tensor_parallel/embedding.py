@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpcpar.autograd import reduce_from, reduce_scatter_to
 from hpcpar.autograd.dim_collectives import require_dividing
-from hpcpar.errors import DataError
+from hpcpar.errors import DataError, LayoutError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.products import SEQUENCE
 from hpcpar.tensor_parallel.sameness import Sameness
@@ -31,13 +31,15 @@ class VocabParallelEmbedding(Divided):
     """Embedding table [vocabulary, H], its rows divided: ranks sum their lookups, 0 for foreign tokens.
 
     pad             pad a vocabulary that does not divide with unused rows at its end; False: LayoutError
-    padding_token   token whose row gets no gradient, as torch.nn.Embedding's padding_idx; None: none
+    padding_token   token whose row is zeros at first and gets no gradient, as torch.nn.Embedding's
+                    padding_idx; a negative one counts from the vocabulary's end; None: none
     tp, draw        as in ColumnParallelLinear; initial values are those of torch.nn.Embedding
 
     input    tokens [B, S], the same on all ranks
     output   [B, S, H]; with sequence parallelism this rank's shard [B, S/p, H]
     errors   DataError, on every rank, for a token outside the vocabulary (checked on a CPU only);
-             MismatchError for a sequence that does not divide under sequence parallelism
+             MismatchError for a sequence that does not divide under sequence parallelism; LayoutError for a
+             padding_token outside the vocabulary
     """
 
     def __init__(
@@ -53,6 +55,13 @@ class VocabParallelEmbedding(Divided):
         super().__init__()
         self.tp = TensorParallel.of(tp)
         self.vocabulary = vocabulary
+        if padding_token is not None:
+            if not -vocabulary <= padding_token < vocabulary:
+                raise LayoutError(
+                    f"padding_token={padding_token} is outside a vocabulary of {vocabulary}; give the number "
+                    f"of its row, or None"
+                )
+            padding_token %= vocabulary
         self.padding_token = padding_token
         size = self.tp.size
         if not pad:
@@ -67,12 +76,18 @@ class VocabParallelEmbedding(Divided):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw normal values for the whole table, the same for any number of ranks."""
-        draw_shard(self.weight, lambda whole: whole.normal_(generator=generator))
+
+        def fill(whole: Tensor) -> None:
+            whole.normal_(generator=generator)
+            if self.padding_token is not None:
+                whole[self.padding_token] = 0.0
+
+        draw_shard(self.weight, fill)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.sameness.require(tokens)
         if tokens.device.type == "cpu" and tokens.numel():
             self._require_known(tokens)
-        self.sameness.require(tokens)
         if self.tp.size == 1:
             return functional.embedding(tokens, self.weight, self.padding_token)
         first = self.split.parts[self.tp.rank][0][0]

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import difflib
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hpcpar.autograd.checksum import checksum
 from hpcpar.errors import LayoutError, MismatchError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel.axis import TensorParallel
@@ -103,6 +102,12 @@ def _make_parallel(model: nn.Module, plan: Plan, tp: TensorParallel) -> None:
         parameter = model.get_parameter(first)
         for name in others:
             _put(model, name, parameter)
+    for module in model.modules():
+        # In evaluation torch computes these by one kernel, which reads the weights of their layers.
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
 
 
 # --- matching -------------------------------------------------------------------------------------
@@ -333,13 +338,8 @@ def _description(model: nn.Module, places: Sequence[MatchedModule], tp: TensorPa
         frozen = "" if parameter.requires_grad else " (frozen)"
         told[name] = f"{list(parameter.shape)} {parameter.dtype}{frozen}"
         if tp.size > 1 and comm_of(parameter) is None:
-            told[name] += f" with checksum {checksum(parameter.detach()):08x}"
+            told[name] += f" with checksum {checksum(parameter):08x}"
     return told
-
-
-def checksum(values: Tensor) -> int:
-    """Compute the CRC-32 of the values in index order; some seconds for 10 GB."""
-    return zlib.crc32(values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _agree(told: Mapping[str, str], error: Exception | None, comm: Communicator) -> None:

@@ -23,13 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.deferred_functions import cut_off
 from hpcpar.autograd.dim_collectives import PendingResult, Summand, start_gather, start_sum_scatter
-from hpcpar.autograd.grad_accumulation_fusion import LinearWeightGrad, accumulate, bias_gradient, no_view
+from hpcpar.autograd.grad_accumulation_fusion import (
+    LinearWeightGrad,
+    accumulate,
+    bias_gradient,
+)
+from hpcpar.autograd.own_functions import differentiated_once, no_view, under_autocast
 from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.partition import bounds
 from hpcpar.tensor_parallel.axis import TensorParallel
@@ -37,6 +41,8 @@ from hpcpar.uncompiled import uncompiled
 
 SEQUENCE = -2
 """Dim that sequence parallelism divides."""
+
+LAYERS = "tensor-parallel layers; build them with TensorParallel(comm, twice=True)"
 
 
 @uncompiled
@@ -53,7 +59,7 @@ def column_products(
     if tp.twice or tp.size == 1:
         whole = gather_from(x, tp.comm, SEQUENCE, "partial") if tp.sequence_parallel else copy_to(x, tp.comm)
         return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
-    x, *tensors = _under_autocast(x, *weights, *biases)
+    x, *tensors = under_autocast(x, *weights, *biases)
     given = tensors if under_way() is None else [None if each is None else cut_off(each) for each in tensors]
     return _ColumnProducts.apply(tp, tensors, x, *given)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -71,18 +77,9 @@ def row_product(tp: TensorParallel, x: Tensor, weight: Tensor) -> Tensor:
         if tp.sequence_parallel:
             return reduce_scatter_to(partial, tp.comm, SEQUENCE)
         return reduce_from(partial, tp.comm)
-    x, weight = _under_autocast(x, weight)
+    x, weight = under_autocast(x, weight)
     given = weight if under_way() is None else cut_off(weight)
     return _RowProduct.apply(tp, (weight,), x, given)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _under_autocast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """Cast as torch does for its own products: autocast knows those by name, and not these."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return [x, *tensors]
-    dtype = torch.get_autocast_dtype(kind)
-    return [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in (x, *tensors)]
 
 
 class _ColumnProducts(Function):
@@ -102,7 +99,7 @@ class _ColumnProducts(Function):
         return tuple(map(no_view, outputs))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(LAYERS)
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tp: TensorParallel = ctx.tp
         kept, *weights = ctx.saved_tensors
@@ -145,7 +142,7 @@ class _RowProduct(Function):
         return no_view(_in_sequence([part.wait() for part in parts]))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(LAYERS)
     def backward(ctx: Any, gradient: Tensor) -> Any:
         tp: TensorParallel = ctx.tp
         x, weight = ctx.saved_tensors

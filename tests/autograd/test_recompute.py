@@ -141,11 +141,11 @@ def test_where_no_gradient_is_wanted_the_function_is_simply_called() -> None:
     assert layer.calls == 1
 
 
-def test_the_process_generator_is_set_back_only_when_asked() -> None:
-    def gradient(*, asked: bool) -> tuple[Tensor, Tensor]:
+def test_the_process_generator_is_set_back_unless_streams_are_given_or_it_is_not_to_be() -> None:
+    def gradient(**options: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         x = torch.ones(1000, requires_grad=True)
-        y = recompute(lambda each: functional.dropout(each, 0.5).sin(), x, preserve_default_generator=asked)
+        y = recompute(lambda each: functional.dropout(each, 0.5).sin(), x, **options)
         y.sum().backward()
         assert x.grad is not None
         return x.grad, torch.get_rng_state()
@@ -155,10 +155,12 @@ def test_the_process_generator_is_set_back_only_when_asked() -> None:
     functional.dropout(x, 0.5).sin().sum().backward()
     state = torch.get_rng_state()
     assert x.grad is not None
-    found, after = gradient(asked=True)
-    assert torch.equal(found, x.grad)
-    assert torch.equal(after, state)
-    assert not torch.equal(gradient(asked=False)[0], x.grad)
+    for options in ({}, {"streams": Streams(0), "preserve_default_generator": True}):
+        found, after = gradient(**options)
+        assert torch.equal(found, x.grad)
+        assert torch.equal(after, state)
+    for options in ({"streams": Streams(0)}, {"preserve_default_generator": False}):
+        assert not torch.equal(gradient(**options)[0], x.grad)
 
 
 def test_an_error_in_the_recomputation_leaves_the_streams_where_they_were() -> None:

@@ -20,6 +20,7 @@ from hpcpar.autograd import DeferredGradients, recompute
 from hpcpar.autograd.weight_grad_mode import stand_in
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel.reducer import Reducer
+from hpcpar.errors import OperationError
 from tests.autograd.modules import (
     MODULES,
     TOLERANCE,
@@ -292,14 +293,44 @@ def test_where_no_gradient_is_wanted_nothing_is_recorded() -> None:
     assert stand_in(nn.Parameter(X)).grad_fn is None
 
 
-def test_a_parameter_in_a_function_of_its_own_without_stand_in_has_its_hook_in_b_too() -> None:
-    module = made(lambda: Tied(openly=False))
+class Mapped(nn.Module):
+    """A layer in torch.vmap, which refuses functions of others, and then by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(torch.vmap(lambda row: self.layer(row) * self.layer.bias)(x))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "early"),
+    [
+        (lambda: Tied(openly=False), tokens(2, 5), ["table"]),
+        (Mapped, X, ["layer.bias", "layer.weight"]),
+    ],
+)
+def test_a_parameter_in_a_function_of_its_own_or_a_transform_has_its_hook_in_b_too(
+    make: Callable[[], nn.Module], given: Tensor, early: list[str]
+) -> None:
+    module = made(make)
     names = heard(module)
-    deferred, given = backward_of(module, [tokens(2, 5)])
-    assert names == ["table"]
+    deferred, inputs = backward_of(module, [given])
+    assert sorted(names) == early
     deferred.compute()
-    assert names == ["table", "table"]
-    require_same(gradients(module, given), whole(made(Tied), [tokens(2, 5)]))
+    assert sorted(names) == sorted(2 * early)
+    require_same(gradients(module, inputs), whole(made(make), [given]))
+
+
+@pytest.mark.parametrize(("module", "given"), [(mlp(), X), (nn.Embedding(9, 8), tokens(2, 5))])
+def test_deferred_gradients_are_not_differentiated_again(module: nn.Module, given: Tensor) -> None:
+    deferred = DeferredGradients()
+    with deferred.recording():
+        output = module.double()(given)
+    with pytest.raises(OperationError, match=r"cannot be differentiated again .*a schedule without it"):
+        output.sum().backward(create_graph=True)
 
 
 def test_a_weight_made_of_the_input_gets_its_gradient_in_b() -> None:

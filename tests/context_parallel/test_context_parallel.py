@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.context_parallel import ContextParallel, Mask
-from hpcpar.errors import LayoutError, MismatchError
+from hpcpar.errors import LayoutError, MismatchError, OperationError
 
 LENGTH, BATCH, HEAD_SIZE = 97, 2, 16
 DOCUMENTS = (13, 30, 1, 53)
@@ -33,14 +34,14 @@ def tensors(heads: int, key_heads: int, dtype: torch.dtype, length: int = LENGTH
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def serial(whole: list[Tensor], mask: Mask) -> list[Tensor]:
+def serial(whole: list[Tensor], mask: Mask, scale: float = HEAD_SIZE**-0.5) -> list[Tensor]:
     """Output and gradients in float64, by the definition."""
     queries, keys, values = (tensor.double().requires_grad_() for tensor in whole[:3])
     served = queries.shape[1] // keys.shape[1]
     allowed = torch.zeros(mask.length, mask.length, dtype=torch.bool)
     for query in range(mask.length):
         allowed[query, slice(*mask.keys(query))] = True
-    scores = queries @ keys.repeat_interleave(served, 1).mT / HEAD_SIZE**0.5
+    scores = queries @ keys.repeat_interleave(served, 1).mT * scale
     out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ values.repeat_interleave(served, 1)
     return [out.detach(), *torch.autograd.grad(out, (queries, keys, values), whole[3].double())]
 
@@ -52,6 +53,8 @@ def parallel(
     method: str,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    autocast: torch.dtype | None = None,
     **options: object,
 ) -> list[Tensor]:
     """Output and gradients of all ranks, put together."""
@@ -60,11 +63,13 @@ def parallel(
         cp = ContextParallel(comm, method, **options)  # type: ignore[arg-type]
         with cp.using(mask):
             inputs = [cp.shard(tensor, 2).clone().requires_grad_() for tensor in whole[:3]]
-            out = cp.attention(*inputs, window=window)
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                out = cp.attention(*inputs, window=window, scale=scale)
             gradients = torch.autograd.grad(out, inputs, cp.shard(whole[3], 2))
             return cp.places(), [out.detach(), *gradients]
 
     found = [torch.full_like(tensor, torch.nan) for tensor in (whole[0], *whole[:3])]
+    found[0] = found[0].to(autocast)
     for places, parts in run_loopback(size, own):
         for tensor, part in zip(found, parts, strict=True):
             tensor[:, :, places] = part
@@ -118,6 +123,25 @@ def test_bfloat16_is_no_worse_than_the_kernel_of_one_process(method: str, narrow
     for one, kernel, correct in zip(found, alone, true, strict=True):
         # A block's output is rounded before it is merged.
         assert error([one], [correct]) <= 1.2 * error([kernel], [correct])
+
+
+@pytest.mark.parametrize("method", ["exchange", "allgather", "ulysses"])
+def test_under_autocast_all_is_cast_to_its_type_as_for_torchs_attention(method: str) -> None:
+    """Queries and keys that were rotated in float32 come beside values of a linear layer."""
+    halves = tensors(4, 2, torch.bfloat16)
+    mixed = [*map(Tensor.float, halves[:2]), *halves[2:]]
+    found = parallel(2, mixed, Mask(LENGTH), method, autocast=torch.bfloat16)
+    expected = parallel(2, halves, Mask(LENGTH), method)
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in (halves[0], *mixed[:3])]
+    for one, true in zip(found, expected, strict=True):
+        assert torch.equal(one.bfloat16(), true)
+
+
+@pytest.mark.parametrize("scale", [0.3, -1.0])
+def test_scores_are_scaled_as_asked(scale: float) -> None:
+    """torch's own kernel returns NaN for a causal mask and a scale below 0."""
+    whole, mask = tensors(4, 2, torch.float64), Mask(LENGTH)
+    assert error(parallel(2, whole, mask, "exchange", scale=scale), serial(whole, mask, scale)) <= 5e-15
 
 
 @pytest.mark.parametrize("length", [2, 3, 5])
@@ -269,6 +293,17 @@ def test_what_cannot_be_is_refused_with_what_fits() -> None:
 
     with pytest.raises(MismatchError, match=r"rank 0 has Mask\(length=97.*rank 2 has Mask\(length=98"):
         run_loopback(3, lengths)
+
+    def samples(comm: Communicator) -> None:
+        cp, part = ContextParallel(comm), tensors(4, 2, torch.float64)
+        for step in range(2):
+            with cp.using(Mask(LENGTH)):
+                tokens = torch.arange(LENGTH).view(1, -1)
+                cp.shard(tokens + comm.rank if step else tokens)
+                cp.attention(*[cp.shard(tensor, 2) for tensor in part[:3]])
+
+    with pytest.raises(MismatchError, match=r"different masks or tokens: .* checksum .*by mesh.dp.rank"):
+        run_loopback(2, samples)
     with pytest.raises(LayoutError, match="there is no method 'p2p'"):
         run_loopback(1, lambda comm: ContextParallel(comm, "p2p"))  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="inner=3 ranks that exchange heads do not divide the 4 ranks"):
@@ -285,6 +320,15 @@ def test_what_cannot_be_is_refused_with_what_fits() -> None:
 
     with pytest.raises(MismatchError, match=r"they must be \[B, A, 4[89], D\]"):
         run_loopback(2, shapes)
+
+    def twice(comm: Communicator) -> None:
+        cp = ContextParallel(comm, "ulysses")
+        with cp.using(Mask(LENGTH)):
+            inputs = [cp.shard(t, 2).requires_grad_() for t in tensors(4, 2, torch.float64)[:3]]
+            torch.autograd.grad(cp.attention(*inputs).sum(), inputs, create_graph=True)
+
+    with pytest.raises(OperationError, match=r"cannot be differentiated again .*context-parallel attention"):
+        run_loopback(2, twice)
 
 
 @pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])
@@ -325,12 +369,13 @@ def test_places_and_shards_need_no_other_rank() -> None:
     assert run_loopback(2, alone, timeout_s=10) == [0, 2 * 48]
 
 
-def test_values_of_another_head_size_are_refused() -> None:
+@pytest.mark.parametrize("other", [lambda values: values[..., :8], Tensor.float])
+def test_values_of_another_head_size_or_type_are_refused(other: Callable[[Tensor], Tensor]) -> None:
     def values(comm: Communicator) -> None:
         cp = ContextParallel(comm)
         with cp.using(Mask(LENGTH)):
             queries, keys, values, _ = [cp.shard(t, 2) for t in tensors(4, 2, torch.float64)]
-            cp.attention(queries, keys, values[..., :8])
+            cp.attention(queries, keys, other(values))
 
     with pytest.raises(MismatchError, match=r"they must be \[B, A, 4[89], D\] and \[B, K, 4[89], D\]"):
         run_loopback(2, values)

@@ -81,6 +81,16 @@ def test_without_running_statistics_evaluation_goes_by_the_whole_batch_too(is_tr
     torch.testing.assert_close(torch.cat(run_loopback(RANKS, body)), expected, **ROUNDING)
 
 
+def test_gradients_are_not_differentiated_again() -> None:
+    def twice(comm: Communicator) -> None:
+        x = own_part(images(0), comm).requires_grad_()
+        output = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(2), comm).double()(x)
+        torch.autograd.grad((output * torch.arange(4)).sum(), x, create_graph=True)
+
+    with pytest.raises(OperationError, match=r"differentiated again .* SyncBatchNorm"):
+        run_loopback(RANKS, twice)
+
+
 def test_converting_keeps_parameters_mode_and_layers_that_are_used_twice() -> None:
     comm = Communicator.alone()
     shared = nn.BatchNorm1d(3)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -278,23 +279,46 @@ def test_no_gradients_are_sent_towards_frozen_stages():
     assert run(2, on_rank) == [(activations, activations, True), (activations, 0, False)]
 
 
-def test_shapes_are_announced_once_and_may_differ_between_microbatches_and_steps():
+class Opened(nn.Sequential):
+    """A layer of what is in the microbatch."""
+
+    def __init__(self, opened: Callable[[Any], Tensor], layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.opened = opened
+
+    def forward(self, given: Any) -> Tensor:
+        return super().forward(self.opened(given))
+
+
+@pytest.mark.parametrize(
+    ("formed", "opened", "again"),
+    [
+        (lambda x: x, lambda given: given, 0),
+        (lambda x: {"x": x}, lambda given: given["x"], 0),
+        (lambda x: [3, x], lambda given: given[1], 0),
+        (lambda x: SimpleNamespace(x=x), lambda given: given.x, 4096),  # where nobody looks for shapes
+    ],
+)
+def test_shapes_are_announced_once_and_may_differ_between_microbatches_and_steps(formed, opened, again):
     lengths = [[2, 2, 2], [2, 2, 1], [5, 3, 1], [2, 2, 2], [5, 3, 1]]
 
     def on_rank(comm: Communicator) -> tuple[list[float], list[int]]:
         stages = own_stages(ONE_F_ONE_B, comm.rank)
+        if 0 in stages:
+            stages[0] = Opened(opened, stages[0])
         pipeline = Pipeline(stages, ONE_F_ONE_B, comm, loss=summed)
         losses, extra = [], []
         for wanted in lengths:
             x, y = batch(0, 8)
             comm.traffic.reset()
-            result = pipeline.step(list(x[: sum(wanted)].split(wanted)), list(y[: sum(wanted)].split(wanted)))
+            inputs = list(map(formed, x[: sum(wanted)].split(wanted)))
+            result = pipeline.step(inputs, list(y[: sum(wanted)].split(wanted)))
             extra.append(comm.traffic.nbytes_sent("send") - sum(wanted) * WIDTH * 8)
             losses += [] if result is None else [result.sum().item()]
         return losses, extra
 
     (_, extra), (losses, _) = run(2, on_rank)
-    assert [each // 3 for each in extra] == [4096, 4096, 4096, 0, 0]
+    assert [each // 3 for each in extra] == [4096, 4096, 4096, again, again]
     whole = nn.Sequential(*layers(2))
     x, y = batch(0, 8)
     expected = [summed(whole(x[: sum(w)]), y[: sum(w)]).item() for w in lengths]
@@ -682,6 +706,24 @@ def test_inputs_and_targets_of_different_lengths_are_refused_on_all_ranks_unless
     assert [has_losses for _, has_losses in results] == [False, True]
     for told, _ in results:
         assert all("rank 0 was given a batch of 6; rank 1 was given a batch of 3" in each for each in told)
+
+
+@pytest.mark.parametrize("divided", [lambda y: y, lambda y: (y, y), lambda y: list(y.split(2))])
+def test_targets_of_other_samples_than_those_of_the_inputs_are_refused_on_all_ranks(divided):
+    """As if ranks of one pipeline chose samples by their world rank; a rank may do without targets."""
+
+    def on_rank(comm: Communicator) -> None:
+        def loss(output: Tensor, y: Any) -> Tensor:
+            return summed(output, y if isinstance(y, Tensor) else y[0])
+
+        pipeline = Pipeline(own_stages(ONE_F_ONE_B, comm.rank), ONE_F_ONE_B, comm, loss=loss)
+        x, y = batch(0, 3)
+        pipeline.step(x, divided(y) if comm.rank else None)
+        with pytest.raises(MismatchError, match=r"rank 0 was given targets of checksum .*by mesh.dp.rank"):
+            pipeline.step(x, divided(y + comm.rank))
+        pipeline.step(x, divided(y))
+
+    run(2, on_rank)
 
 
 def test_a_rank_with_both_ends_names_both_lengths():

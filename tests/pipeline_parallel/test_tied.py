@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
@@ -77,6 +78,33 @@ def test_where_no_copy_has_a_gradient_none_gets_one() -> None:
     assert [copy.grad for copy in copies] == [None, None]
 
 
+def test_a_sparse_gradient_of_an_embedding_adds_to_the_dense_one_of_the_head() -> None:
+    copies = [nn.Parameter(torch.ones(4, 2)) for _ in range(2)]
+    functional.embedding(torch.tensor([1, 3, 1]), copies[0], sparse=True).sum().backward()
+    functional.linear(torch.ones(2), copies[1]).sum().backward()
+    run(2, lambda comm: TiedWeights(comm, {"shared": copies[comm.rank]}).sum_gradients())
+    for copy in copies:
+        assert copy.grad is not None
+        assert copy.grad.tolist() == [[1.0] * 2, [3.0] * 2, [1.0] * 2, [2.0] * 2]
+
+
+def test_copies_of_different_values_are_refused_on_every_holder() -> None:
+    """As drawn by each rank with its own stages, after other layers."""
+    copies = holding([1.0] * 3, None, [1.0] * 3)
+    with torch.no_grad():
+        copies[2] += 1e-15
+
+    def on_rank(comm: Communicator) -> None:
+        tied = TiedWeights(comm, {"shared": None if comm.rank == 1 else copies[comm.rank]})
+        if comm.rank == 1:
+            tied.sum_gradients()
+            return
+        with pytest.raises(MismatchError, match=r"copies of shared on ranks 0, 2 have different values"):
+            tied.sum_gradients()
+
+    run(3, on_rank)
+
+
 def test_a_gradient_that_does_not_lie_in_rows_is_summed_in_place() -> None:
     copies = [nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
     for copy in copies:
@@ -135,7 +163,10 @@ def test_one_of_the_copies_counts_and_every_parameter_that_is_not_tied() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
-    """2(n - 1)/n·S, beside a byte for whether there are gradients; and nothing goes over the pipeline's."""
+    """2(n - 1)/n·S, beside a byte for whether there are gradients, and the first time 32 for the values.
+
+    Nothing goes over the pipeline's communicator.
+    """
     copies = holding([1.0] * 3, [2.0] * 3, dtype=dtype)
 
     def on_rank(comm: Communicator) -> tuple[int, int, int]:
@@ -151,7 +182,7 @@ def test_two_holders_send_their_gradient_once_each(dtype: torch.dtype) -> None:
     found = run(4, on_rank)
     assert found[1] == found[2] == (0, 0, 0)
     assert sum(sent for sent, _, _ in found) == 2 * 3 * dtype.itemsize
-    assert sum(agreed for _, agreed, _ in found) == 2
+    assert sum(agreed for _, agreed, _ in found) == 2 * (1 + 32)
     assert all(over == 0 for _, _, over in found)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError, MismatchError
+from hpcpar.errors import ConfigError, MismatchError, OperationError
 from hpcpar.tensor_parallel import vocabulary_parallel_cross_entropy, whole_logits
 from hpcpar.tensor_parallel.split import padded_length, split_evenly
 from tests.grid import pairwise
@@ -137,5 +137,8 @@ def test_what_does_not_fit_is_named() -> None:
             vocabulary_parallel_cross_entropy(part, targets(23), 23, comm, label_smoothing=1.5)
         with pytest.raises(ConfigError, match=r"reduction='average'; there are 'mean', 'sum' and 'none'"):
             vocabulary_parallel_cross_entropy(part, targets(23), 23, comm, reduction="average")  # type: ignore[arg-type]
+        loss = vocabulary_parallel_cross_entropy(part, targets(23), 23, comm)
+        with pytest.raises(OperationError, match=r"cannot be differentiated again .*through a vocabulary-"):
+            torch.autograd.grad(loss, part, create_graph=True)
 
     run_loopback(2, check)

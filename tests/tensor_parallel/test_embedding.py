@@ -36,21 +36,37 @@ def test_it_is_the_serial_embedding(
     )
 
 
-def test_first_values_are_those_of_the_serial_embedding(size: int) -> None:
-    def drawn(comm: Communicator) -> Tensor:
-        layer = VocabParallelEmbedding(23, 6, comm)
-        layer.reset_parameters(torch.Generator().manual_seed(1))
-        return gather_whole(layer.weight)
+@pytest.mark.parametrize("padding", [None, 4, -1])
+def test_first_values_and_the_padding_token_are_those_of_the_serial_embedding(
+    size: int, padding: int | None
+) -> None:
+    """torch.nn.Embedding has zeros in the row of its padding, which get no gradient."""
 
-    whole = torch.empty(23, 6).normal_(generator=torch.Generator().manual_seed(1))
-    assert all(torch.equal(weight, whole) for weight in run_loopback(size, drawn))
+    def drawn(comm: Communicator) -> list[Tensor]:
+        layer = VocabParallelEmbedding(23, 6, comm, padding_token=padding)
+        layer.reset_parameters(torch.Generator().manual_seed(1))
+        layer(torch.tensor([[0, 4, 22, 22, 8]])).sum().backward()
+        return [gather_whole(layer.weight), gather_whole(layer.weight, layer.weight.grad)]
+
+    serial = nn.Embedding(23, 6, padding_idx=padding)
+    expected = torch.empty(23, 6).normal_(generator=torch.Generator().manual_seed(1))
+    if padding is not None:
+        expected[padding] = 0.0
+    serial(torch.tensor([[0, 4, 22, 22, 8]])).sum().backward()
+    for weight, gradient in run_loopback(size, drawn):
+        assert torch.equal(weight, expected)
+        assert torch.equal(gradient, serial.weight.grad)
 
 
 def test_what_does_not_fit_is_named() -> None:
     def check(comm: Communicator) -> None:
         with pytest.raises(LayoutError, match=r"vocabulary=23 does not divide among tp=2 ranks"):
             VocabParallelEmbedding(23, 6, comm, pad=False)
+        with pytest.raises(LayoutError, match=r"padding_token=23 is outside a vocabulary of 23"):
+            VocabParallelEmbedding(23, 6, comm, padding_token=23)
         layer = VocabParallelEmbedding(23, 6, comm)
+        with pytest.raises(MismatchError, match=r"the tokens of .* embedding is not the same on all ranks"):
+            layer(torch.tensor([[0, 22 + comm.rank]]))  # also where one rank has a token that there is not
         for token in (23, -1):
             with pytest.raises(DataError, match=rf"token {token} is outside a vocabulary of 23"):
                 layer(torch.tensor([[0, token]]))
