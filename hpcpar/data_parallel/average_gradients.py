@@ -44,12 +44,19 @@ class AverageGradients:
         self._overflow: bool | None = None
         self._broken: list[str] | None = None
         self._zeroed: set[int] = set()
+        self._is_sum = False
 
     # --- where they are ---------------------------------------------------------------------------
 
     @property
     def flats(self) -> list[Tensor]:
-        """This rank's part of every bucket's average, flat."""
+        """This rank's part of every bucket's average, flat; OperationError where it means nothing."""
+        if self._is_sum:
+            raise OperationError(
+                "gradients were averaged that add to averages of before, and shards keep no sums from step "
+                "to step; call zero_grad() after each step(), and clip or change gradients after the last "
+                "backward before it"
+            )
         averaging = self._parts.averaging
         if averaging is None:
             return self._reducer.flats
@@ -69,6 +76,7 @@ class AverageGradients:
         self.factor = 1.0 / self._scaler.scale
         self._overflow, self._broken, self.total = None, None, None
         self._zeroed.clear()
+        self._is_sum |= self._reducer.used_up
         if self._parts.update is not None and isinstance(self._reducer, Reducer):
             self._reducer.hide()
             self._reducer.used_up = any(self._reducer.used)
@@ -78,6 +86,7 @@ class AverageGradients:
         self._reducer.zero(set_to_none=set_to_none)
         self._broken, self.total = None, None
         self._zeroed.clear()
+        self._is_sum = False
 
     # --- `.grad` ----------------------------------------------------------------------------------
 
@@ -111,9 +120,7 @@ class AverageGradients:
                 "place (p.grad.mul_(), p.grad.copy_()), or change those of optimizer.named_gradients()"
             )
         else:
-            own = self.own_gradient_of(parameter)
-            if own is not None:
-                own[1].zero_()  # the next backward adds to it
+            self._zero_shard(parameter)  # the next backward adds to it
             reducer.forget(number)
             if not any(reducer.used):
                 self.zero(set_to_none=True)
@@ -138,12 +145,15 @@ class AverageGradients:
 
     def zero_gradient_of(self, parameter: Tensor) -> None:
         """Leave zeros of a parameter's gradient; once all are zeroed, as zero_grad(set_to_none=False)."""
-        own = self.own_gradient_of(parameter)
-        if own is not None:
-            own[1].zero_()
+        self._zero_shard(parameter)
         self._zeroed.add(self._parts.number_of[id(parameter)])
         if all(number in self._zeroed for number, is_used in enumerate(self._reducer.used) if is_used):
             self.zero(set_to_none=False)
+
+    def _zero_shard(self, parameter: Tensor) -> None:
+        own = None if self._is_sum else self.own_gradient_of(parameter)
+        if own is not None:
+            own[1].zero_()
 
     def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the average gradients of these parameters together. Collective."""
@@ -183,6 +193,7 @@ class AverageGradients:
         if coefficient.device.type != "cpu" or not coefficient.item() >= 1:
             if self._parts.update is not None:
                 self.factor *= coefficient.item()
+                self._reducer.unapplied *= coefficient.item()
             else:
                 for flat in flats:
                     flat.mul_(coefficient.to(device=flat.device, dtype=wide(flat)))
@@ -216,9 +227,11 @@ class AverageGradients:
         if self._parts.update is None or self.factor == rest:
             return
         self.has_overflow()  # afterwards, what is clipped looks finite
+        applied = self.factor / rest
         for flat in self.flats:
-            flat.mul_(self.factor / rest)
+            flat.mul_(applied)
         self.factor = rest
+        self._reducer.unapplied /= applied or 1.0
 
 
 def flat_view(tensor: Tensor) -> Tensor:

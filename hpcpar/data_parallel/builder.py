@@ -24,6 +24,7 @@ from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.guards import (
+    refuse_tied_memory,
     refuse_unshareable,
     require_castable,
     require_names,
@@ -243,6 +244,7 @@ class Builder:
     def _make_blocks(self, node_shared: NodeSharedParameters | None) -> list[Block]:
         """Move the parameters into flat memory, a block for each bucket; cast them to `precision`."""
         self.comms.agree_on_parameters(self.named)
+        refuse_tied_memory(self.everything)
         dtype = None if self.options.precision is None else self.options.precision.parameters
         if dtype is not None:
             for _, parameter in self.everything:

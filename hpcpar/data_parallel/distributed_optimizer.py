@@ -51,7 +51,7 @@ from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
-from hpcpar.errors import OffloadError, OperationError
+from hpcpar.errors import DivergenceError, OffloadError, OperationError
 from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes, maps_nbytes, replicas_nbytes
 from hpcpar.uncompiled import uncompiled
 
@@ -242,6 +242,7 @@ class DistributedOptimizer(Optimizer):
             advice=self._advice,
             on_loaded=self.take_parameters,
         )
+        self.reducer.compare_options(self.inner)
         self._claim()
         self._averages = AverageGradients(self._parts, self.scaler, self.zero_stage)
         self._nonfinite = NonfiniteCheck(
@@ -487,9 +488,28 @@ class DistributedOptimizer(Optimizer):
             self.synchronize()
             outcome = None if self._nonfinite.skips_step() else self.inner.step()
         else:
-            outcome = self.inner.step(lambda: self._averaged(closure))
+            outcome = self._step_by(closure)
         self.reducer.next_step()
         return outcome
+
+    def _step_by(self, closure: Callable[[], Any]) -> Any:
+        """Let the inner optimizer call the closure; end its step where it may and is to be skipped."""
+        versions, skipped = self._versions_now(), []
+
+        def averaged() -> Any:
+            loss = self._averaged(closure)
+            # Once parameters have changed, as by a line search, the inner optimizer must go on.
+            if self._versions_now() == versions and self._nonfinite.skips_step():
+                skipped.append(loss)
+                raise DivergenceError("this step is skipped")
+            return loss
+
+        try:
+            return self.inner.step(averaged)
+        except DivergenceError:
+            if not skipped:
+                raise
+            return skipped[0]
 
     def _step_on_shards(self, update: ShardedStep) -> None:
         averages, allgather = self._averages, self._parts.allgather
@@ -654,13 +674,15 @@ class DistributedOptimizer(Optimizer):
         members = [members] if isinstance(members, Tensor) else list(members)
         named = [member for member in members if not isinstance(member, Tensor)]
         tensors = [member if isinstance(member, Tensor) else member[1] for member in members]
-        self._named = distinct([*self._named, *named])
-        guards.require_names([{"params": tensors}], self._named)
+        everything = distinct([*self._named, *named])
+        guards.require_names([{"params": tensors}], everything)
         before = self.state_dict() if self.update is not None else None
+        # First of all: what it refuses leaves this optimizer as it was.
+        self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors, everything)})
+        self._named = everything
         self.close()
         if before is not None:
             self._forget_pieces()
-        self.inner.add_param_group({**param_group, "params": self._as_inner_takes(tensors)})
         self._note_matrices()
         self._build()
         if before is not None:
@@ -669,11 +691,13 @@ class DistributedOptimizer(Optimizer):
     def _forget_pieces(self) -> None:
         self.inner.state = defaultdict(dict)
 
-    def _as_inner_takes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | Named]:
+    def _as_inner_takes(
+        self, tensors: Sequence[Tensor], everything: Sequence[Named]
+    ) -> Sequence[Tensor | Named]:
         """Name the parameters if the optimizer was made of named ones."""
         if "param_names" not in self.inner.param_groups[0]:
             return tensors
-        name_of = {id(parameter): name for name, parameter in self._named}
+        name_of = {id(parameter): name for name, parameter in everything}
         return [(name_of[id(tensor)], tensor) for tensor in tensors]
 
     def close(self) -> None:

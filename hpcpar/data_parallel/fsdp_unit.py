@@ -89,7 +89,7 @@ class FsdpUnit:
 
     keeps         stays unsharded from forward to backward
     pins          how many want it to stay unsharded whatever comes
-    inputs        a forward saw inputs that want gradients; never reset, as a graph outlives later forwards
+    inputs        a forward saw inputs that may want gradients; never reset, as graphs outlive later forwards
     heard         a hook on its last forward's outputs will tell when its backward begins
     node_shared   its memory exists once on each node and is never freed; to unshard is to wait for all ranks
     """

@@ -6,6 +6,7 @@ digest of what a rank has written to parameters travels with it.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from hpcpar.errors import BufferTypeError, OperationError
 from hpcpar.parameter_info import info_of
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from hpcpar.comm import Communicator
 
 
@@ -58,11 +61,13 @@ class GradientReducer(ABC):
     used                  for each parameter, 1 if it got a gradient on any rank, as of the last `synchronize`
     synchronized          gradients are averages
     used_up               nothing may be added to the averages before the next `zero`
+    unapplied             factor, as of clipping, that averages are to be multiplied by before any is added
     peak_waiting_nbytes   most bytes of gradients that had come and were in no buffer yet
     """
 
     buckets: tuple[Bucket, ...]
     staging: Sequence[StagingBuffer] = ()
+    unapplied = 1.0
     peak_waiting_nbytes = 0
 
     def __init__(
@@ -134,6 +139,11 @@ class GradientReducer(ABC):
     @abstractmethod
     def forget(self, index: int) -> None:
         """Step as if a parameter had got no gradient, on any rank; once the gradients are averages."""
+
+    def compare_options(self, optimizer: Optimizer) -> None:
+        """Hold the numbers in an optimizer's groups equal on all ranks, in every `synchronize`."""
+        for each in self._sets:
+            each.writes.optimizer = weakref.ref(optimizer)
 
     @property
     def sent_nonfinite(self) -> bool:

@@ -153,6 +153,21 @@ def require_castable(named: Iterable[Named], dtype: torch.dtype) -> None:
             )
 
 
+def refuse_tied_memory(named: Iterable[Named]) -> None:
+    """OperationError for two parameters in one memory, which would each be moved to a place of its own."""
+    first_at: dict[tuple[torch.device, int], Named] = {}
+    for name, parameter in named:
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other, held = first_at.setdefault((parameter.device, parameter.data_ptr()), (name, parameter))
+        if held is not parameter and (held.requires_grad or parameter.requires_grad):
+            raise OperationError(
+                f"{name} and {other} are two parameters in the same memory, as after a.data = b.data, and "
+                "zero_stage from 1 on, precision and offload move each to a place of its own, so that they "
+                "would be tied no more; make them one parameter (module.weight = other.weight)"
+            )
+
+
 def refuse_untold_copies(reducer: GradientReducer, tied: Container[str]) -> None:
     """OperationError for tied weights whose gradients may be averaged before they are summed."""
     for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
@@ -166,11 +181,6 @@ def refuse_untold_copies(reducer: GradientReducer, tied: Container[str]) -> None
 
 def refuse_leftovers(reducer: GradientReducer, named: Iterable[Named], held: Container[int]) -> None:
     """OperationError where a step on shards would leave out what a step on the whole would not."""
-    if reducer.used_up:
-        raise OperationError(
-            "gradients were to be averaged that add to averages of before, and shards keep no sums "
-            "from step to step; call zero_grad() after each step()"
-        )
     trained = {id(parameter) for parameter in reducer.parameters}
     refuse_thawed((name, p) for name, p in named if id(p) not in trained and id(p) in held)
 

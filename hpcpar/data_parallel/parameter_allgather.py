@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcpar.data_parallel.flat_parameters import Block
 from hpcpar.data_parallel.replica_comms import ReplicaComms
@@ -49,7 +50,8 @@ class ParameterAllGather:
         """Not empty: it is in _UNDER_WAY, and outlives the optimizer that began it."""
         self._started: set[int] = set()
         self._hooks: list[Any] = []
-        self._parameters = set(map(id, parameters))
+        # Weakly, not by id: others get the ids of those that are gone.
+        self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters))
         if model is not None:
             self._watch(model, parameters)
 
@@ -120,9 +122,9 @@ _UNDER_WAY: set[ParameterAllGather] = set()
 
 def wait_for_new(parameters: Iterable[Tensor]) -> None:
     """Return when parameters that are on their way are here, also those of an optimizer that is gone."""
-    looked_at = set(map(id, parameters))
+    looked_at = list(parameters)
     for allgather in list(_UNDER_WAY):
-        if not allgather._parameters.isdisjoint(looked_at):
+        if any(parameter in allgather._parameters for parameter in looked_at):
             allgather.wait()
 
 

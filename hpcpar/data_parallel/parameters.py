@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.autograd.split_norms import split_over_of
@@ -70,6 +71,8 @@ def extent(tensor: Tensor, *, is_matrix: bool = False) -> Extent:
 def describe(named: Named) -> str:
     """Name, shape, element type and, for an unusual one, memory order: "head.weight [8, 4] float32"."""
     name, tensor = named
+    if is_lazy(tensor):
+        return f"{name} without a shape"
     text = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
@@ -95,6 +98,12 @@ def agree_on_parameters(named: Sequence[Named], comm: Communicator, what: str = 
     mine = [describe(pair) for pair in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.allgather_object(digest))) == 1:
+        lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise OperationError(
+                f"{lazy} has no shape yet, as one of torch.nn.LazyLinear before the first forward; call the "
+                "model once on every rank, then do this"
+            )
         return
     # Only now do whole lists travel; on thousands of ranks a digest each is cheap, a list is not.
     reference: list[str] = comm.broadcast_object(mine if comm.rank == 0 else None, root=0)

@@ -17,7 +17,7 @@ cost     16 bytes more in a message that leaves anyhow; a pass over parameters t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from hpcpar.errors import OperationError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from hpcpar.comm import Communicator
 
 _DIGEST_NBYTES = 8
@@ -45,9 +47,12 @@ _INSTEAD = (
 class Writes:
     """Writes to these parameters since the last step, as far as torch counts them: not those to `p.data`.
 
-    comm   of ranks that all come to `require_same`; None: not all may (they have joined), and a rank that
-           wrote nothing is not compared with one that did
+    comm        of ranks that all come to `require_same`; None: not all may (they have joined), and a rank
+                that wrote nothing is not compared with one that did
+    optimizer   whose learning rates and other numbers are compared, too
     """
+
+    optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], comm: Communicator | None = None
@@ -66,7 +71,9 @@ class Writes:
         written = self._written()
         if not written and self._comm is None:
             return np.zeros(TOLD_NBYTES, dtype=np.uint8)
-        text = "\n".join(f"{name} {total}" for name, total in self._sums(written).items())
+        text = "\n".join(
+            [*(f"{name} {total}" for name, total in self._sums(written).items()), *self._options()]
+        )
         digest = np.frombuffer(
             hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest(), dtype=np.uint8
         )
@@ -79,6 +86,7 @@ class Writes:
             return
         names = self._written()
         if self._comm is not None:
+            self._require_same_options(self._comm)
             writers = self._comm.allgather_object(names)
             anybodys = sorted(set().union(*writers))
             sums = self._comm.allgather_object(self._sums(anybodys))
@@ -92,6 +100,29 @@ class Writes:
             f"forward by what is in the batch (max_norm). {_INSTEAD}. Whatever else writes to parameters "
             "must write the same on every rank, an optimizer too: with one learning rate"
         )
+
+    def _require_same_options(self, comm: Communicator) -> None:
+        """OperationError, on every rank, where one of them steps in another way."""
+        told = comm.allgather_object(self._options())
+        for rank, options in enumerate(told):
+            if options != told[0]:
+                pairs = zip(options, told[0], strict=False)
+                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
+                raise OperationError(
+                    f"rank {rank} of {comm.name!r} was to step with {one}, and rank 0 with {other}, so that "
+                    "the model would no longer be one. Give schedulers the same on every rank: a loss that "
+                    "ReduceLROnPlateau looks at is to be averaged over them before (comm.allreduce)"
+                )
+
+    def _options(self) -> list[str]:
+        """Return all numbers in the optimizer's groups."""
+        optimizer = self.optimizer()
+        return [
+            f"{key}={value:.6g}"
+            for group in (optimizer.param_groups if optimizer is not None else ())
+            for key, value in group.items()
+            if isinstance(value, int | float)
+        ]
 
     def _written(self) -> list[str]:
         return [

@@ -71,11 +71,7 @@ class ShardedStep:
         self.layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._precision = precision
         self._offload = offload or NoOffload()
-        self._group_of = {
-            id(parameter): number
-            for number, group in enumerate(inner.param_groups)
-            for parameter in group["params"]
-        }
+        self._note_groups()
         self._matrices = matrices
         self.exchange = MatrixExchange(spread)
         whole = self._taken_states()
@@ -91,6 +87,13 @@ class ShardedStep:
             self._offload.adopt(number, content, master)
         if whole:
             self.load_states(lambda piece: self._of_piece(whole, piece))
+
+    def _note_groups(self) -> None:
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(self.inner.param_groups)
+            for parameter in group["params"]
+        }
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -114,6 +117,11 @@ class ShardedStep:
         order = list(reversed(range(len(self.blocks))))
         for hook in list(self.inner._optimizer_step_pre_hooks.values()):
             hook(self.inner, (), {})
+        self._note_groups()  # the user may have moved parameters to other groups, or taken them out
+        used = [
+            is_used if id(p) in self._group_of else 0
+            for is_used, p in zip(used, self.parameters, strict=True)
+        ]
         with self._without_hooks():
             for turn, number in enumerate(order):
                 self._offload.fetch(number, following=order[turn + 1 :])

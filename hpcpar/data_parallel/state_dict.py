@@ -61,7 +61,9 @@ class OptimizerStates:
         number_in_state = {id(parameter): number for number, parameter in enumerate(self._held())}
 
         def state_of(piece: OwnPiece) -> State:
-            whole = flattened(states.get(number_in_state[id(piece.parameter)], {}), piece.layout)
+            state = states.get(number_in_state[id(piece.parameter)], {})
+            _require_shapes(state, piece)
+            whole = flattened(state, piece.layout)
             return part_of(whole, piece.start, piece.stop, piece.parameter.numel())
 
         self.load_own_states(state_of, state_dict)
@@ -155,7 +157,8 @@ class OptimizerStates:
                 numel = parameters[piece.member].numel()
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.dim() == 0:
-                        whole[piece.member][key] = value
+                        # A copy: master weights without dimensions go to disk with their block.
+                        whole[piece.member][key] = value.clone() if isinstance(value, Tensor) else value
                         continue
                     held = whole[piece.member].setdefault(key, torch.zeros(numel, dtype=value.dtype))
                     held[piece.start : piece.stop] = value
@@ -218,6 +221,17 @@ def _plain(state_dict: Mapping[str, Any], states: Mapping[int, State]) -> dict[s
     """Return what torch's own load_state_dict takes, with these states."""
     ours = ("pieces", "loss_scale")
     return {key: value for key, value in state_dict.items() if key not in ours} | {"state": states}
+
+
+def _require_shapes(state: Mapping[str, Any], piece: OwnPiece) -> None:
+    """OperationError for a state of another parameter; one rank alone might fail in a step on it."""
+    numel = piece.parameter.numel()
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() not in (1, numel):
+            raise OperationError(
+                f"{key} of {piece.name} has shape {list(value.shape)} in the state, and the parameter "
+                f"{list(piece.layout[0])}; load the state of an optimizer of the same model"
+            )
 
 
 def _in_shape(state: Mapping[str, Any], piece: OwnPiece) -> State:

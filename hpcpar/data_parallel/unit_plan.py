@@ -161,6 +161,6 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def hides(value: object) -> bool:
-    """Return whether there is an object in a module's output in which `tensors_in` would not find tensors."""
+    """Return whether there is an object in a module's values in which `tensors_in` would not find tensors."""
     plain = Tensor | numbers.Number | str | bytes | None
     return not all(isinstance(each, plain) for each in nested_values(value))

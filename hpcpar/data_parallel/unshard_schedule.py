@@ -122,14 +122,14 @@ class UnshardSchedule:
             self.order.append(unit)
         self._prefetch_from(unit, 1)
         inputs = _differentiable([args, kwargs])
-        if inputs:
-            unit.inputs = True
-            if len(inputs) == 1:
-                # register_multi_grad_hook would make a cycle of references, which keeps a whole step's graph
-                # until the garbage collector comes by.
-                inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
-            else:
-                register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
+        # Of what an object hides, nobody tells when its gradient is there: then at the end of backward.
+        unit.inputs |= bool(inputs) or (torch.is_grad_enabled() and hides([args, kwargs]))
+        if len(inputs) == 1:
+            # register_multi_grad_hook would make a cycle of references, which keeps a whole step's graph
+            # until the garbage collector comes by.
+            inputs[0].register_hook(lambda _: self._on_inputs(unit))  # type: ignore[no-untyped-call]
+        elif inputs:
+            register_multi_grad_hook(inputs, lambda _: self._on_inputs(unit))
 
     def _leave(self, unit: FsdpUnit, args: Any, kwargs: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -58,7 +58,7 @@ class ShardedGradients(GradientReducer):
         replicated: bool = True,
     ) -> None:
         written = list(zip(names, parameters, strict=True)) if replicated else []
-        super().__init__(names, parameters, comms, written, compared=replicated)
+        super().__init__(names, parameters, comms, written)
         self.buckets = tuple(buckets)
         self._algorithm = algorithm
         types = [dtype or parameters[bucket.members[0]].dtype for bucket in buckets]
@@ -135,6 +135,7 @@ class ShardedGradients(GradientReducer):
             if set_to_none or not had:
                 release(parameter)
         self._backwards = 0
+        self.unapplied = 1.0
         if set_to_none:
             self._had = [False] * len(self.parameters)
             self.used = [0] * len(self.parameters)
@@ -172,6 +173,10 @@ class ShardedGradients(GradientReducer):
             self.before_backward()
         # A bucket has one staging buffer: what an earlier backward sent must have arrived.
         self._finish_all()
+        if self.unapplied != 1.0:
+            for shard in self.shards:
+                shard.mul_(self.unapplied)
+            self.unapplied = 1.0
         self._in_backward = True
         self._backwards += 1
         self.synchronized = False

@@ -28,7 +28,7 @@ from hpcpar.autograd.scripted import refuse_scripted
 from hpcpar.data_parallel.bucket_shards import pieces_between
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit, UnitParamGroup, UnshardStats, octets
-from hpcpar.data_parallel.guards import refuse_unshareable
+from hpcpar.data_parallel.guards import refuse_tied_memory, refuse_unshareable
 from hpcpar.data_parallel.initial_values import InitialValues, Values
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.parameters import Layout, Named, OwnPiece, layout_of
@@ -131,7 +131,7 @@ class FullyShardedState:
         self._in_place.enter_context(adding_in_place([of_stage[0].module for of_stage in stages]))
         for unit in units:
             for parameter in unit.parameters:
-                note(parameter, unit_name=unit.name, sharding=weakref.ref(self))
+                note(parameter, unit_name=unit.name, sharding=_StateOf(self))
 
     def _call_when_done(self, unit_of: Mapping[Bucket, FsdpUnit]) -> None:
         """Let each bucket tell the schedule of its unit that its gradients have been taken."""
@@ -304,6 +304,14 @@ class FullyShardedState:
         return total
 
 
+class _StateOf(weakref.ref[FullyShardedState]):
+    """A parameter's weak reference to the state of its model; refuses to be pickled with the parameter."""
+
+    def __reduce__(self) -> Any:
+        state = self()
+        return (type(None), ()) if state is None else state.__reduce__()
+
+
 def fully_shard(
     model: nn.Module,
     dp_comm: Communicator,
@@ -364,7 +372,9 @@ def fully_shard(
     plans = [plan for of_stage in planned for plan in of_stage]
     comms = ReplicaComms(dp_comm, model.parameters(), shard_ranks)
     refuse_unshareable(comms, shared_parameters=shared_parameters)
-    comms.agree_on_parameters([(name, p) for plan in plans for name, p, _ in plan.parameters])
+    named = [(name, p) for plan in plans for name, p, _ in plan.parameters]
+    comms.agree_on_parameters(named)
+    refuse_tied_memory(named)
     _agree_on_units(plans, f"prefetch={prefetch}; precision={precision}; reshard={reshard}", dp_comm)
     source = InitialValues(model, comms, values)
     numbers = {

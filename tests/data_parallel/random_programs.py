@@ -54,7 +54,8 @@ def program_of(seed: int) -> list[tuple[str, dict[str, Any]]]:
     draw = random.Random(seed)
     actions = [
         *("train",) * 6,
-        *("discard", "not a number", "average by hand", "averaged model", "write", "norms", "remake", "free"),
+        *("discard", "forget late", "not a number", "average by hand", "averaged model", "write", "norms"),
+        *("remake", "free"),
     ]
     return [
         ("train", options(draw)),
@@ -191,6 +192,12 @@ class World:
         self.backward(samples, seed)
         self.forget(forget)
         yield torch.zeros(())
+
+    def do_forget_late(self, seed: int, samples: int, forget: str, **_: Any) -> Iterator[Tensor]:
+        """Add to gradients that were stepped on, as another network's loss does, and forget the sum."""
+        self.backward(samples, seed)
+        self.step()
+        yield from self.do_discard(seed + 1, samples, forget)
 
     def do_not_a_number(self, seed: int, samples: int, forget: str, **_: Any) -> Iterator[Tensor]:
         self.backward(samples, seed, factor=float("nan"))

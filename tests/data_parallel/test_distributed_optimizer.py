@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -273,6 +274,46 @@ def test_a_closure_takes_the_same_path_on_every_rank() -> None:
     assert found[0][0] == pytest.approx((2 * target).tolist(), rel=1e-2)
 
 
+class Climbing(torch.optim.SGD):
+    """Steps by what the closure finds uphill, as SAM does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        climbed = [parameter.grad.clone() for parameter in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, climbed)
+            self.zero_grad()
+            with torch.enable_grad():
+                loss = closure()
+            torch._foreach_sub_(parameters, climbed)
+        super().step()
+        return loss
+
+
+def test_a_closure_is_called_where_the_inner_optimizer_calls_it() -> None:
+    def body(comm: Communicator | None, rows: torch.Tensor) -> list[float]:
+        guess = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer: Any = Climbing([guess], lr=0.1)
+        if comm is not None:
+            optimizer = DistributedOptimizer(optimizer, [("guess", guess)], comm)
+
+        def closure() -> torch.Tensor:
+            loss = ((guess - rows) ** 4).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            closure()
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        return guess.tolist()
+
+    rows = torch.arange(8, dtype=torch.float64).reshape(2, 4) / 4
+    expected = body(None, rows)
+    for found in run_loopback(2, lambda comm: body(comm, rows[comm.rank])):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_parameters_added_later_are_averaged_too() -> None:
     def body(comm: Communicator) -> list[list[float]]:
         first, second = linear(), linear(1)
@@ -460,6 +501,14 @@ def test_two_live_optimizers_over_the_same_parameters_are_refused_until_one_is_c
     for told in run_loopback(2, body):
         assert told.startswith(expected)
         assert "call close()" in told
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_are_tied_by_their_memory_alone_are_refused(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(OperationError, match=r"1\.weight and 0\.weight are two parameters in the same"):
+        staged(model, torch.optim.SGD(model.parameters(), lr=0.5), Communicator.alone(), stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -46,9 +46,9 @@ def distributed(kind: str, comm: Communicator, **options: Any) -> tuple[nn.Modul
     )
 
 
-def backward(model: nn.Module, comm: Communicator, step: int = 0) -> None:
+def backward(model: nn.Module, comm: Communicator, step: int = 0, scale: float = 1.0) -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    model(x[comm.rank :: comm.size]).square().sum(1).mean().backward()
+    (model(x[comm.rank :: comm.size]).square().sum(1).mean() * scale).backward()
 
 
 def whole(model: nn.Module) -> list[Tensor]:
@@ -154,6 +154,35 @@ def test_clipping_some_parameters_or_those_of_two_optimizers_is_as_in_one_proces
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("by", ["torch", "own", "both"])
+@pytest.mark.parametrize(("kind", "scale"), [("0", None), ("2", None), ("2", 64.0), ("3", None)])
+def test_clipping_after_each_microbatch_clips_the_sum_so_far(kind: str, scale: float | None, by: str) -> None:
+    def course(model: nn.Module, optimizer: Any, comm: Communicator, scale: float = 1.0) -> list[Tensor]:
+        for step in range(4):
+            backward(model, comm, step, scale)
+            if by == "torch" or not isinstance(optimizer, DistributedOptimizer):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            else:
+                optimizer.clip_grad_norm_(0.5)
+            for parameter in model.parameters() if by == "both" else ():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+    def body(comm: Communicator) -> list[Tensor]:
+        options = {} if scale is None else {"precision": Precision("float64", loss_scale=scale)}
+        return course(*distributed(kind, comm, **options), comm, scale or 1.0)
+
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = course(model, plain, Communicator.alone())
+    for found in run_loopback(2, body):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @every_kind
 def test_a_hook_that_comes_after_the_gradient_has_left_is_refused(kind: str) -> None:
     model, _optimizer = distributed(kind, Communicator.alone())
@@ -169,15 +198,23 @@ def test_a_hook_that_comes_after_the_gradient_has_left_is_refused(kind: str) -> 
 
 @every_kind
 @pytest.mark.parametrize("nonfinite", ["error", "skip", "step"])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_everybodys(kind: str, nonfinite: str) -> None:
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_everybodys(
+    kind: str, nonfinite: str, by_closure: bool
+) -> None:
     def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor], str, int, list[Tensor]]:
         model, optimizer = distributed(kind, comm, nonfinite=nonfinite)
         before, told = whole(model), ""
-        x = torch.ones(4, 3, dtype=torch.float64)
-        x[0] = float("inf") if comm.rank == 1 else 1.0
-        model(x).square().sum().backward()
+
+        def closure() -> Tensor:
+            x = torch.ones(4, 3, dtype=torch.float64)
+            x[0] = float("inf") if comm.rank == 1 else 1.0
+            loss: Tensor = model(x).square().sum()
+            loss.backward()
+            return loss
+
         try:
-            optimizer.step()
+            optimizer.step(closure) if by_closure else (closure(), optimizer.step())
         except DivergenceError as error:
             told = str(error)
         after = whole(model)

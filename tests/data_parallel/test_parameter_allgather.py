@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import time
@@ -242,6 +243,20 @@ def test_a_state_dict_waits_for_all(stage: int) -> None:
     for found, part in run_loopback(2, body):
         assert all(torch.equal(a, b) for a, b in zip(found.values(), expected, strict=True))
         assert all(torch.equal(part[name], found[f"layers.1.{name}"]) for name in ("weight", "bias"))
+
+
+def test_nobody_waits_for_the_last_step_of_a_model_that_is_gone() -> None:
+    """Least of all those that get the ids of its parameters."""
+    comm = Communicator.alone()
+    model, optimizer = built(comm, 1, overlap=True)
+    backward(comm, model, 0)
+    optimizer.step()
+    allgather: Any = optimizer._parts.allgather
+    assert len(allgather._parameters) == 10
+    del model, optimizer
+    gc.collect()
+    assert not len(allgather._parameters)
+    assert allgather._under_way
 
 
 def test_modules_of_torch_that_read_their_childrens_parameters_wait_for_those() -> None:

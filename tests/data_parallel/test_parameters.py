@@ -68,7 +68,7 @@ def test_views_of_dense_parameters_have_their_strides() -> None:
 
 
 def refused(comm: Communicator, named: list[tuple[str, torch.Tensor]]) -> str:
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises((MismatchError, OperationError)) as caught:
         agree_on_parameters(named, comm)
     return str(caught.value)
 
@@ -96,6 +96,18 @@ def test_a_parameter_too_few_or_too_many_is_named() -> None:
 
 def test_equal_lists_are_agreed_on() -> None:
     run_loopback(3, lambda comm: agree_on_parameters([("a", torch.zeros(2))], comm))
+
+
+@pytest.mark.parametrize("called", [0, 1])
+def test_a_lazy_parameter_without_a_shape_is_named_on_every_rank(called: int) -> None:
+    def check(comm: Communicator) -> str:
+        model = nn.LazyLinear(2)
+        if comm.rank < called:
+            model(torch.zeros(1, 3))
+        return refused(comm, list(model.named_parameters()))
+
+    expected = "rank 1: number 0 is weight without a shape" if called else "weight has no shape yet"
+    assert all(expected in message for message in run_loopback(2, check))
 
 
 def test_parts_of_a_parameter_are_not_taken_for_replicas() -> None:

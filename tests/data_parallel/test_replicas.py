@@ -13,7 +13,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.errors import OperationError
-from tests.data_parallel.staged import ranks
+from tests.data_parallel.staged import ranks, staged
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -145,6 +145,20 @@ def test_one_rank_may_not_write_alone(stage: int) -> None:
         stepped(model, optimizer, MANY[:4])
 
     refused(body, r"parameters were written to \((to table\.weight|not) here\), and ranks now have different")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_may_not_have_another_learning_rate(stage: int) -> None:
+    """As of ReduceLROnPlateau, which looks at the rank's own loss."""
+
+    def body(comm: Communicator) -> None:
+        model = table()
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, stage)
+        stepped(model, optimizer, MANY)
+        optimizer.param_groups[0]["lr"] /= 1 + comm.rank
+        stepped(model, optimizer, MANY)
+
+    refused(body, r"^rank 1 of 'world.*' was to step with lr=0\.05, and rank 0 with lr=0\.1, so that")
 
 
 @ranks(2)

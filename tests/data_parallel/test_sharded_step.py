@@ -19,7 +19,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, summon_full_parameters
 from hpcpar.data_parallel.sharded_step import MASTER, is_elementwise
-from hpcpar.errors import OperationError
+from hpcpar.errors import OperationError, PeerFailedError
 from tests.data_parallel.staged import ResidualLayer, fill, staged, whole
 from tests.grid import pairwise
 
@@ -501,22 +501,30 @@ def test_a_parameter_that_was_frozen_when_the_optimizer_was_made_may_not_get_a_g
         optimizer.step()
 
 
+@pytest.mark.parametrize("forgets", [None, True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_uses_gradients_up_and_says_so(stage: int) -> None:
+def test_a_step_uses_gradients_up_and_says_so_unless_they_are_forgotten(
+    stage: int, forgets: bool | None
+) -> None:
     # In one process the next backward would add to what the last step has used; shards keep no such sum.
+    # Nor need they where that backward is of another network's loss: a GAN calls netD.zero_grad() after it.
     def body(comm: Communicator) -> str:
         model = Network()
         optimizer = wrapped(model, OPTIMIZERS["sgd"](model.parameters()), comm, stage)
         backward(comm, model)
         optimizer.step()
         backward(comm, model)
+        if forgets is not None:
+            model.zero_grad(set_to_none=forgets)
         try:
             optimizer.step()
         except OperationError as error:
             return str(error)
-        return "accepted"
+        return "call zero_grad() after each step(), as was done"
 
-    assert all("call zero_grad() after each step()" in told for told in run_loopback(2, body))
+    for told in run_loopback(2, body):
+        assert "call zero_grad() after each step()" in told
+        assert told.endswith("as was done") == (forgets is not None)
 
 
 @pytest.mark.parametrize("stage", [0, *STAGES])
@@ -557,6 +565,8 @@ def test_a_group_that_is_added_later_leaves_the_states_of_others(stage: int, pre
             model.bfloat16()  # the late ones, too; they have no memory of the optimizer's as yet
         for step in range(STEPS):
             if step == 2:
+                with pytest.raises(ValueError, match="more than one parameter group"):
+                    optimizer.add_param_group({"params": early[:1]})  # and nothing has changed
                 optimizer.add_param_group({"params": late, "lr": 0.05})
             inputs, targets = own_part(comm, step)
             dtype = torch.bfloat16 if precision else torch.float64
@@ -578,6 +588,49 @@ def test_a_group_that_is_added_later_leaves_the_states_of_others(stage: int, pre
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(plain, expected, strict=True))
     for found in run_loopback(SIZE, body):
         assert_near(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_parameters_may_be_moved_between_groups_and_taken_out(stage: int) -> None:
+    def course(model: nn.Module, optimizer: Any, comm: Communicator) -> list[Tensor]:
+        for step in range(3):
+            first, second = optimizer.param_groups
+            if step == 1:
+                first["params"].append(second["params"].pop())
+            if step == 2:
+                del second["params"][0]
+            backward(comm, model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        return whole(model)
+
+    def body(comm: Communicator) -> list[Tensor]:
+        model = Network()
+        inner = OPTIMIZERS["sgd momentum"](two_groups(model))
+        return course(model, wrapped(model, inner, comm, stage), comm)
+
+    model = Network()
+    expected = course(model, OPTIMIZERS["sgd momentum"](two_groups(model)), Communicator.alone())
+    for found in run_loopback(SIZE, body):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_of_another_shape_is_refused_on_every_rank(stage: int) -> None:
+    """A step on it would fail on ranks that own some of it, and others would wait for them."""
+
+    def body(comm: Communicator) -> None:
+        model = Network()
+        optimizer = wrapped(model, OPTIMIZERS["sgd momentum"](model.parameters()), comm, stage)
+        backward(comm, model)
+        optimizer.step()
+        state = optimizer.state_dict()
+        next(iter(state["state"].values()))["momentum_buffer"] = torch.ones(2, 3)
+        with pytest.raises(PeerFailedError, match=r"momentum_buffer of \S+ has shape \[2, 3\] in the state"):
+            optimizer.load_state_dict(state)
+
+    run_loopback(SIZE, body)
 
 
 def test_counters_are_no_elements() -> None:

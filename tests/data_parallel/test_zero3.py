@@ -393,6 +393,26 @@ class Frozen(Network):
         self.head.requires_grad_(False)
 
 
+class Unpacking(ResidualLayer):
+    def forward(self, packed: Any) -> Tensor:
+        return super().forward(packed.value)
+
+
+class Packing(Network):
+    """Gradients of frozen layers' inputs come of which nobody can tell, as the inputs are in objects."""
+
+    def __init__(self) -> None:
+        super().__init__(Unpacking)
+        for layer in self.layers:
+            layer.inner.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for layer in self.layers:
+            hidden = layer(Opaque(hidden))
+        return self.head(hidden)
+
+
 class Last(Network):
     """All frozen but what comes last, so that no gradient passes through frozen units."""
 
@@ -403,7 +423,7 @@ class Last(Network):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("build", [Partly, Frozen, Last])
+@pytest.mark.parametrize("build", [Partly, Packing, Frozen, Last])
 def test_parameters_may_be_frozen(build: Callable[[], nn.Module], microbatches: int) -> None:
     assert_follows(build, microbatches=microbatches)
 
@@ -1043,13 +1063,14 @@ def test_a_copy_of_a_summoned_model_is_an_ordinary_one() -> None:
 
 
 def test_a_model_that_is_not_summoned_is_not_copied_and_none_is_saved_whole() -> None:
-    model, _ = absent()
+    model, parameter = absent()
     with pytest.raises(ShardedParameterError, match=r"look at it inside `with hpcpar\.summon_full"):
         copy.deepcopy(model)
     with pytest.raises(OperationError, match=r"save its state_dict\(\) or a copy"):
         torch.save(model, io.BytesIO())
-    with summon_full_parameters(model), pytest.raises(OperationError, match="was to be saved as a whole"):
-        torch.save(model, io.BytesIO())
+    for whole_or_part in (model, parameter):
+        with summon_full_parameters(model), pytest.raises(OperationError, match="was to be saved as a whole"):
+            torch.save(whole_or_part, io.BytesIO())
 
 
 def test_summoning_ends_after_an_error_and_a_plain_model_is_left_as_it_is() -> None:
