@@ -324,15 +324,19 @@ class Engine:
         found = {rank for handle in [*own, *self._queue.handles()] for rank in handle.waiting_for()}
         return tuple(sorted(found))
 
+    def not_asking_for(self, name: str) -> tuple[int, ...]:
+        """World ranks that have not asked for an operation, as far as is known here."""
+        return tuple(self._comm.world_ranks[rank] for rank in self._rounds.negotiation.missing(name))
+
     def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
         """Operations that not all ranks have asked for, for the stall inspector."""
-        world, negotiation = self._comm.world_ranks, self._rounds.negotiation
+        negotiation = self._rounds.negotiation
         for name in negotiation.heard:
             asked_s = self._open[name].asked_s if name in self._open else 0.0
-            late = tuple(world[rank] for rank in negotiation.missing(name))
+            late = self.not_asking_for(name)
             if late:
                 yield name, asked_s, late
-        others = tuple(rank for rank in missing if rank in world)
+        others = tuple(rank for rank in missing if rank in self._comm.world_ranks)
         for name in negotiation.unanswered if others else ():
             yield name, self._open[name].asked_s, others
 
@@ -409,7 +413,7 @@ class _Waited:
         return self._ticket.done
 
     def waiting_for(self) -> tuple[int, ...]:
-        return self._engine.waiting_for()
+        return self._engine.waiting_for() or self._engine.not_asking_for(self.name)
 
     def progress(self) -> str:
         return "under way" if self._engine.is_carrying_out else "which not all ranks have asked for"

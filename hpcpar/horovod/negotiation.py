@@ -221,17 +221,18 @@ class Negotiation:
         return ready
 
     def _contradictions(self) -> list[ReadyRequest]:
-        """Operations without names that have the same number, and are different ones on different ranks."""
+        """Operations of one number, or one name, that are other ones or other groups on different ranks."""
         numbered: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for name, asked in self.heard.items():
             for rank, request in asked.items():
-                if request.serial:
-                    numbered[name.partition(".")[2].partition("_")[0]][rank].add(name)
+                own = request.group[0] if request.group is not None else name
+                number = name.partition(".")[2].partition("_")[0] if request.serial else own
+                numbered[number][rank].add(name)
         found = []
         for number, names_of in sorted(numbered.items()):
-            names = sorted(set.union(*names_of.values()))
-            if all(names_of[rank] == set(names) for rank in names_of) or not self._is_complete(names_of):
+            if set.intersection(*names_of.values()) or not self._is_complete(names_of):
                 continue
+            names = sorted(set.union(*names_of.values()))
             first = {rank: self.heard[min(own)][rank]._replace(name=number) for rank, own in names_of.items()}
             error = objection(first, self._world)
             found += [ReadyRequest(next(iter(self.heard.pop(name).values())), error) for name in names]

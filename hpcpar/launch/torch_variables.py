@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 from hpcpar.launch import environment
 from hpcpar.launch.environment import RankInfo
+from hpcpar.launch.settings import was_started_by_a_rank
 
 NO_PORT = "0"
 """MASTER_PORT where there is no master: torch's own rendezvous never gets to see it."""
@@ -25,9 +26,11 @@ def of(info: RankInfo) -> dict[str, str]:
 
 
 def fill(environ: MutableMapping[str, str]) -> None:
-    """Set those that are not set."""
-    for name, value in of(environment.detect()).items():
-        environ.setdefault(name, value)
+    """Set those that are not set, and those that a rank has left to a process that it started."""
+    is_inherited = was_started_by_a_rank(environ)
+    for name, value in of(environment.detect(environ)).items():
+        if is_inherited or name not in environ:
+            environ[name] = value
 
 
 def fill_master(environ: MutableMapping[str, str]) -> None:

@@ -35,7 +35,7 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
             raise OperationError(
                 f"init_process_group({NAME!r}) was told rank={options.group_rank} and "
                 f"world_size={options.group_size}, but this is rank {comm.rank} of {comm.size} by MPI: leave "
-                f"both out"
+                f"both out, and RANK and WORLD_SIZE unset"
             )
     elif _given is not None:
         comm = _given

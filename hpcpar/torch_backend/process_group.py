@@ -159,9 +159,10 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
 
     def _allreduce_sparse(self, tensor: Tensor, op: Any) -> None:
         """Gather all ranks' elements, of which each rank has another number."""
-        if reduction(op, tensor) != ("sum", 1.0):
+        if tensor.layout != torch.sparse_coo or reduction(op, tensor) != ("sum", 1.0):
             raise OperationError(
-                f"all_reduce of a sparse tensor by {name_of(op)} was asked for: by SUM alone"
+                f"all_reduce of a {tensor.layout} tensor by {name_of(op)} was asked for: sparse ones are to "
+                f"be torch.sparse_coo, and by SUM alone"
             )
         mine = tensor.detach().coalesce()
         counts = self.comm.allgather(torch.tensor([mine._nnz()])).tolist()
@@ -181,9 +182,11 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         handles = []
         for tensor in tensors:
             name, factor = reduction(op, tensor)
-            source = tensor.detach() if factor == 1.0 else tensor.detach() * factor
-            out = tensor.detach() if self.comm.rank == root else None
-            handles.append(self.comm.start_reduce(source, name, root, out=None if source is out else out))
+            own = source = tensor.detach()
+            if factor != 1.0:  # a number of Python's would make float32 of integers
+                source = (own * torch.tensor(factor, dtype=torch.float64)).to(own.dtype)
+            out = own if self.comm.rank == root and source is not own else None
+            handles.append(self.comm.start_reduce(source, name, root, out=out))
         return self._started(tensors, handles, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -262,19 +265,21 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         if self.comm.rank != root:
             return self._started([], [self.comm.start_gather(movable(shard), root)], opts)
         pieces = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        for piece in pieces:
+            self._require_length("gather", piece, shard.numel())
 
         def start(shard: Tensor, **options: Any) -> Handle:
             return self.comm.start_gather(shard, root, **options)
 
-        handle, copy = self._gathered(start, pieces, shard, even=True)
+        handle, copy = self._gathered(start, pieces, shard)
         return self._started([pieces], [handle], opts, copy)
 
     def _gathered(
-        self, start: Callable[..., Handle], pieces: Sequence[Tensor], shard: Tensor, *, even: bool = False
+        self, start: Callable[..., Handle], pieces: Sequence[Tensor], shard: Tensor
     ) -> tuple[Handle, Finish]:
         """Gather into one tensor, and copy it to the pieces at the end."""
         whole = shard.new_empty(sum(piece.numel() for piece in pieces))
-        counts = None if even else uneven(pieces)
+        counts = uneven(pieces)
         if counts is not None:
             width = 1 if is_known(shard) else shard.element_size()
             counts = [count * width for count in counts]

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlparse
 from torch import distributed
 
 from hpcpar.errors import OperationError
-from hpcpar.launch import environment, torch_variables
+from hpcpar.launch import slurm, torch_variables
 
 _ByTorch: Any = distributed.Store  # type: ignore[attr-defined]
 
@@ -81,6 +81,7 @@ def rendezvous(
     """Yield store, rank and size for `env://`; by torch's own way where MASTER_ADDR is set.
 
     RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set where they are not, for the program's own use.
+    RANK and WORLD_SIZE that are set are believed, as torch does; MPI has the last word when a group is made.
     So are MASTER_ADDR and MASTER_PORT, to values that name no master: Accelerate asks for them on two nodes.
     """
     torch_variables.fill(os.environ)
@@ -89,7 +90,7 @@ def rendezvous(
         return
     torch_variables.fill_master(os.environ)
     asked = {name: int(values[-1]) for name, values in parse_qs(urlparse(url).query).items()}
-    info = environment.detect()
+    rank, size = (slurm.integer(os.environ, name) for name in ("RANK", "WORLD_SIZE"))
     _kept.append(LocalStore())
-    yield _kept[-1], asked.get("rank", info.rank), asked.get("world_size", info.size)
+    yield _kept[-1], asked.get("rank", rank), asked.get("world_size", size)
     raise OperationError("a process group over hpcpar does not meet again: make a new one")

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.horovod import negotiation
 from hpcpar.horovod.chrome_timeline import ChromeTimeline
-from hpcpar.horovod.engine import Engine, EngineGroup
+from hpcpar.horovod.engine import Engine, EngineGroup, _Waited
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.negotiation import TensorRequest
 from hpcpar.horovod.operations import Ticket
@@ -293,6 +293,10 @@ def test_a_stall_ends_after_the_shutdown_time_on_every_rank_and_names_who_is_mis
     def work(engine: Engine) -> str:
         mine = ticket("allreduce", torch.ones(2), "everyone's" if engine.rank != 1 else "another")
         engine.submit([mine])
+        while not (late := engine.not_asking_for(mine.request.name)):
+            engine.poll(mine)
+        assert late == ((0, 2) if engine.rank == 1 else (1,))
+        assert _Waited(engine, mine).waiting_for()  # some rank, whichever round is under way
         with pytest.raises(HorovodInternalError) as raised:
             engine.wait(mine)
         return str(raised.value)

@@ -262,6 +262,33 @@ def test_operations_of_two_kinds_with_one_number_wait_until_it_is_certain():
 # ------------------------------------------------------------------- groups
 
 
+@pytest.mark.parametrize("others", [3, 0], ids=["of three", "no group"])
+def test_groups_of_one_name_that_differ_are_an_error_everywhere(others):
+    ranks = Ranks(3)
+    for number, negotiation in enumerate(ranks.of):
+        for one in group_of("g", 2 if number == 1 else others) or [request("g")]:
+            negotiation.ask(one)
+    found = ranks.round()
+    assert len(found) == 2 + (others or 1)
+    for one in found:
+        for word in ("g: mismatched groups", "rank 1", "a group of 2", "ranks 0, 2"):
+            assert word in str(one.error)
+    assert ranks.of[0].heard == {}
+
+
+def test_groups_of_one_name_may_be_under_way_together():
+    """Rank 1 has not come to the second one yet."""
+    ranks = Ranks(2)
+    for one in [*group_of("g", 2), *group_of("g", 3)]:
+        ranks.of[0].ask(one)
+    for one in group_of("g", 2):
+        ranks.of[1].ask(one)
+    assert ranks.names() == ["g_1of2", "g_2of2"]
+    for one in group_of("g", 3):
+        ranks.of[1].ask(one)
+    assert ranks.names() == ["g_1of3", "g_2of3", "g_3of3"]
+
+
 def group_of(name: str, count: int, **told: object) -> list[TensorRequest]:
     return [
         request(f"{name}_{number}of{count}", group=(name, count), **told) for number in range(1, count + 1)

@@ -76,6 +76,11 @@ def test_averages_products_and_flags(ours) -> None:
     tensor = torch.full((5,), float(rank + 1))
     distributed.all_reduce(tensor, distributed._make_nccl_premul_sum(3.0))
     assert tensor.tolist() == [3.0 * size * (size + 1) / 2] * 5
+    for dtype in (torch.int64, torch.float32):  # integers beyond what float32 tells apart
+        tensor = torch.full((2,), 2**25 + 1, dtype=dtype)
+        distributed.reduce(tensor, 0, distributed._make_nccl_premul_sum(3.0))
+        if rank == 0:
+            assert torch.equal(tensor, torch.full((2,), 2**25 + 1, dtype=dtype) * 3 * size)
     for op, expected in ((ReduceOp.SUM, True), (ReduceOp.PRODUCT, size == 1), (ReduceOp.MIN, size == 1)):
         flags = torch.tensor([rank == 0, False])
         distributed.all_reduce(flags, op)
@@ -86,6 +91,8 @@ def test_what_cannot_be_added_up_is_refused_and_moved(ours) -> None:
     eighths = torch.arange(8).to(torch.float8_e4m3fn)
     with pytest.raises(OperationError, match="float8_e4m3fn by SUM"):
         distributed.all_reduce(eighths)
+    with pytest.raises(OperationError, match=r"sparse_csr tensor by SUM .*sparse_coo, and by SUM"):
+        distributed.all_reduce(torch.eye(2).to_sparse_csr())
     received = torch.zeros(8 * ours.size()).to(torch.float8_e4m3fn)
     distributed.all_gather_into_tensor(received, eighths)
     assert torch.equal(received.float(), torch.arange(8).float().repeat(ours.size()))
@@ -332,3 +339,14 @@ def test_a_monitored_barrier_names_who_is_missing(ours) -> None:
 def test_lengths_that_do_not_fit_are_refused_before_anything_moves(ours, call, says) -> None:
     with pytest.raises((OperationError, RuntimeError), match=says):
         call(ours.size())
+
+
+def test_pieces_that_are_not_as_long_as_what_is_gathered_are_refused_at_the_root(ours) -> None:
+    rank, size = ours.rank(), ours.size()
+    pieces = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
+    if rank == 0:  # as many elements in all, where there are several ranks
+        lengths = [1, *[2] * (size - 2), 3][:size]
+        with pytest.raises(OperationError, match=r"gather among .* elements where 2 are needed"):
+            distributed.gather(torch.ones(2), [torch.zeros(length) for length in lengths], 0)
+    distributed.gather(torch.full((2,), float(rank)), pieces, 0)
+    assert pieces is None or [piece.tolist() for piece in pieces] == [[float(of)] * 2 for of in range(size)]

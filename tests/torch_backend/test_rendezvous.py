@@ -43,11 +43,8 @@ def by_torch(url: str, **options: object):
 
 @pytest.mark.parametrize("master", [None, "somewhere"])
 def test_torchs_rendezvous_is_taken_where_a_master_is_named(monkeypatch, master: str | None) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    if master is not None:
-        monkeypatch.setenv("MASTER_ADDR", master)
-        monkeypatch.setenv("MASTER_PORT", "29500")
+    named = {"MASTER_ADDR": master, "MASTER_PORT": "29500"} if master is not None else {}
+    monkeypatch.setattr(os, "environ", named)  # which is filled
     found = next(rendezvous(by_torch, "env://?rank=1&world_size=2", timeout=timedelta(seconds=1)))
     if master is None:
         assert isinstance(found[0], LocalStore)
@@ -57,11 +54,23 @@ def test_torchs_rendezvous_is_taken_where_a_master_is_named(monkeypatch, master:
 
 
 def test_libraries_that_ask_for_a_master_find_one_and_ranks_meet_without_it_again(monkeypatch) -> None:
-    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "3"})
     for _ in range(2):
-        assert isinstance(next(rendezvous(by_torch, "env://"))[0], LocalStore)
+        store, *rank_and_size = next(rendezvous(by_torch, "env://"))
+        assert isinstance(store, LocalStore)
+        assert rank_and_size == [1, 3]  # as they say, which is then held against MPI
         assert os.environ["MASTER_ADDR"] == "localhost"
         assert not torch_variables.names_a_master(os.environ)
+
+
+def test_variables_of_the_rank_that_started_a_process_are_not_its_own() -> None:
+    given = {"RANK": "3", "WORLD_SIZE": "8"}
+    environ = dict(given)
+    torch_variables.fill(environ)
+    assert environ == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", **given}
+    environ["HPCPAR_RANK_PID"] = "1"  # that of another process
+    torch_variables.fill(environ)
+    assert (environ["RANK"], environ["WORLD_SIZE"]) == ("0", "1")
 
 
 def test_variables_are_those_of_torchrun_and_none_is_overwritten() -> None:

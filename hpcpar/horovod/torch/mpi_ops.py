@@ -130,9 +130,9 @@ def _run(
     tensors = list(tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
     packed = [tensor for tensor, _ in pairs]
-    if start is start_allreduce and compression is not Compression.none:
-        arguments = _dividing_first(packed, tensors, arguments)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in packed):
+    if compression is not Compression.none:  # only what reduces has one
+        arguments = _dividing_first(start, packed, tensors, arguments)
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in packed):
         found = function.apply(*arguments, *packed) if form.is_group else function.apply(*packed, *arguments)
     else:
         found = synchronize(start(form, packed, *arguments))
@@ -142,15 +142,17 @@ def _run(
 
 
 def _dividing_first(
-    packed: Sequence[Tensor], given: Sequence[Tensor], arguments: tuple[Any, ...]
+    start: Callable[..., int], packed: Sequence[Tensor], given: Sequence[Tensor], arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Divide before the sum, for averages of tensors narrowed to float16: a sum may leave its range."""
-    average, name, op, before, after, process_set = arguments
+    told = dict(zip(list(inspect.signature(start).parameters)[2:], arguments, strict=True))
     kinds = {(narrow.dtype, of.dtype is torch.float16) for narrow, of in zip(packed, given, strict=True)}
-    is_average = op == Average or (op is None and average is not False)
+    is_average = told["op"] == Average or (told["op"] is None and told.get("average") is not False)
     if kinds != {(torch.float16, False)} or not is_average:
         return arguments
-    return None, name, Sum, before / (process_set.size() or 1), after, process_set
+    before = told["prescale_factor"] / (told["process_set"].size() or 1)
+    changed = {"average": None, "op": Sum, "prescale_factor": before}
+    return tuple(changed.get(name, value) for name, value in told.items())
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -354,6 +356,8 @@ def sparse_allreduce_async(
     """
     if op not in (Average, Sum):
         raise ValueError(f"a sparse all-reduce sums or averages; op {op} was asked for")
+    if not getattr(tensor, "is_sparse", False):
+        raise ValueError("a sparse all-reduce of what is not sparse was asked for; give tensor.to_sparse()")
     tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
     engine = engine_of(process_set)
     require_type("a sparse all-reduce", tensor.values(), MOVABLE)
@@ -407,7 +411,7 @@ def alltoall(
     returns   the rows received, in the order of the ranks; and, where splits are given, how many came
               from each (int32). Its gradient goes the way back
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     else:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hpcpar.data_parallel.buckets import BUCKET_BYTES
 from hpcpar.data_parallel.precision import Precision
-from hpcpar.errors import GradientOrderError
+from hpcpar.errors import GradientOrderError, OperationError
 from hpcpar.horovod import basics
 from hpcpar.horovod.exceptions import HorovodInternalError
 from hpcpar.horovod.process_sets import ProcessSet, global_process_set
@@ -229,6 +229,19 @@ class _AveragingOptimizer(_Distributed):
         if self._gradients is not None and self._gradients.is_closed and basics.is_initialized():
             self._distribute_again()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step asks before it unscales gradients, which must not be under way by then."""
+        if self._gradients is not None and self._should_synchronize and not self._synchronized:
+            raise GradientOrderError(
+                "scaler.step(optimizer) before optimizer.synchronize(): the scaler would unscale this rank's "
+                "own gradients, and look for overflows in them alone, where other ranks have others. Call "
+                "optimizer.synchronize() first, also before a scaler.unscale_(optimizer) of your own, "
+                "then scaler.step(optimizer) inside `with optimizer.skip_synchronize():`"
+            )
+        name = "_step_supports_amp_scaling"
+        return bool(vars(self).get(name, getattr(super(), name, False)))
+
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step on reduced gradients; collective.
@@ -243,16 +256,14 @@ class _AveragingOptimizer(_Distributed):
             outcome = self._step_locally(lambda: self._averaged(closure))
         else:
             if self._should_synchronize:
-                if hasattr(self, "found_inf") and not self._synchronized:
-                    raise GradientOrderError(
-                        "scaler.step(optimizer) before optimizer.synchronize(): the scaler has looked for "
-                        "overflows in this rank's own gradients alone, and other ranks may have others. Call "
-                        "optimizer.synchronize() first, then scaler.step(optimizer) inside "
-                        "`with optimizer.skip_synchronize():`"
-                    )
                 self._warn_if_synchronized()
                 # A step may have been skipped since, and gradients have come that are not reduced.
                 self.synchronize()
+            elif self._gradients.is_under_way:
+                raise GradientOrderError(
+                    "optimizer.step() inside optimizer.skip_synchronize() while gradients are being reduced: "
+                    "call optimizer.synchronize() after backward(), or step without skip_synchronize()"
+                )
             outcome = self._step_locally()
         self._synchronized = False
         self._gradients.next_step()
@@ -325,6 +336,17 @@ class _AdasumOptimizer(_Distributed):
         if self._is_alone:
             return nullcontext()
         raise AssertionError("skip_synchronize does not work with op=Adasum: step() combines what it changed")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse GradScaler, which leaves out the step on the ranks alone whose own gradients overflow."""
+        if not self._is_alone:
+            raise OperationError(
+                "a torch.amp.GradScaler was to step an optimizer with op=Adasum: ranks whose own gradients "
+                "overflow would leave out a step that the others wait in; use bfloat16, which needs no "
+                "scaler, or op=Average"
+            )
+        return False
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -144,11 +144,13 @@ def ticket_for(
 
 def engine_of(process_set: ProcessSet) -> Engine:
     """Return a process set's engine; an error before init(), and on ranks that do not belong to it."""
-    engine = process_set._engine
+    engine: Engine | None = getattr(process_set, "_engine", None)
     if engine is not None:
         return engine
     if not basics.is_initialized():
         raise HorovodInternalError("Horovod has not been initialized; call hvd.init() first.")
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r}; give a ProcessSet, or leave it out for all ranks")
     if process_set.process_set_id is None:
         raise ValueError(
             f"{process_set} is not registered; use hvd.add_process_set or hvd.init(process_sets=…)"
@@ -183,7 +185,9 @@ def require_adasum(process_set: ProcessSet) -> None:
 
 
 def require_type(what: str, tensor: Tensor, known: set[torch.dtype]) -> None:
-    """Refuse tensors that cannot be sent: ValueError."""
+    """Refuse tensors that cannot be sent, and what is none: ValueError."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{what} of a {type(tensor).__name__} was asked for; give torch.as_tensor(…) of it")
     if tensor.dtype not in known:
         raise ValueError(
             f"{what} of {tensor.dtype} was asked for. Tensor type {tensor.type()} is not supported"

@@ -146,3 +146,8 @@ def test_averages_of_a_group_of_several_types_do_not_leave_float16() -> None:
     eps = torch.finfo(torch.float16).eps
     assert [tensor.dtype for tensor in found] == [torch.float32, torch.float64]
     assert all(torch.allclose(a, b, rtol=hvd.size() * eps) for a, b in zip(found, given, strict=True))
+    rows = torch.full((hvd.size(),), 6e4, requires_grad=True)
+    (scattered,) = hvd.grouped_reducescatter([rows], compression=Compression.fp16)
+    scattered.sum().backward()
+    assert torch.allclose(scattered, torch.full((1,), 6e4), rtol=hvd.size() * eps)
+    assert torch.allclose(rows.grad, torch.ones(hvd.size()))  # an average's, by Horovod's convention

@@ -166,14 +166,17 @@ def test_unnamed_operations_of_different_kinds_are_an_error_and_no_hang(error_of
 
 
 @pytest.mark.usefixtures("needs_two")
-@pytest.mark.parametrize("what", ["a group and one", "groups of two and three", "kinds of groups"])
-def test_unnamed_groups_that_differ_are_an_error_and_no_hang(error_of, what):
+@pytest.mark.parametrize(
+    "what", ["a group and one", "groups of two and three", "kinds of groups", "groups of one name"]
+)
+def test_groups_that_differ_are_an_error_and_no_hang(error_of, what):
     odd = hvd.rank() == 0
     pair = [ones(2), ones(2)]
     ask = {
         "a group and one": lambda: hvd.allreduce(ones(2)) if odd else hvd.grouped_allreduce(pair),
         "groups of two and three": lambda: hvd.grouped_allreduce([*pair, ones(2)] if odd else pair),
         "kinds of groups": lambda: hvd.grouped_allgather(pair) if odd else hvd.grouped_allreduce(pair),
+        "groups of one name": lambda: hvd.grouped_allreduce([*pair, ones(2)] if odd else pair, name="g"),
     }
     error = error_of(ask[what])
     after = hvd.allreduce(ones(2), op=hvd.Sum)
@@ -262,6 +265,14 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "broadcast without values": (lambda: hvd.broadcast_(ones(2, device="meta"), 0), "meta|to_empty"),
     "group with a sparse tensor": (lambda: hvd.grouped_allreduce([ones(2), ones(2).to_sparse()]), "sparse"),
     "group with 8-bit floats": (lambda: hvd.grouped_allgather([ones(2), float8]), "float8"),
+    "allreduce of a number": (lambda: hvd.allreduce(1.0), "float|as_tensor"),
+    "group with an array": (lambda: hvd.grouped_allreduce_([ones(2), ones(2).numpy()]), "ndarray|as_tensor"),
+    "alltoall of an array": (lambda: hvd.alltoall(ones(12).numpy()), "ndarray|as_tensor"),
+    "sparse allreduce of a dense tensor": (
+        lambda: hvd.sparse_allreduce_async(ones(2)),
+        "not sparse|to_sparse",
+    ),
+    "ranks as a process set": (lambda: hvd.allreduce(ones(2), process_set=[0]), "process_set=[0]|ProcessSet"),
     "sparse with Max": (lambda: hvd.sparse_allreduce_async(ones(2).to_sparse(), op=hvd.Max), ""),
     "op and average": (lambda: hvd.allreduce(ones(2), average=True, op=hvd.Sum), "average|op"),
     "integers times what is no number": (

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import hpcpar.horovod.torch as hvd
+from hpcpar.errors import OperationError
 from tests.grid import pairwise
 from tests.horovod.torch.training import (
     OPTIMIZERS,
@@ -136,7 +138,11 @@ class _Sized:
 def test_adasum_has_no_step_without_its_combination(needs_two: None) -> None:
     if hvd.size() == 3:
         pytest.skip("Adasum is for powers of two")
-    _, optimizer = wrapped(op=hvd.Adasum)
+    model, optimizer = wrapped(op=hvd.Adasum)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(part(batch(0)[0])).sum()).backward()
+    with pytest.raises(OperationError, match="GradScaler was to step an optimizer with op=Adasum"):
+        scaler.step(optimizer)
     with pytest.raises(AssertionError, match="Adasum"):
         optimizer.skip_synchronize()
     with pytest.raises(ValueError, match="backward_passes_per_step=-2"):

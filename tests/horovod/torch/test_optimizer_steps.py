@@ -141,13 +141,20 @@ def test_gradients_can_be_clipped_after_synchronize(passes: int) -> None:
     assert [str(warning.message) for warning in told] == []
 
 
-def test_a_fused_step_by_a_scaler_that_has_seen_one_ranks_gradients_is_an_error_everywhere(
-    needs_two: None,
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_by_a_scaler_that_has_seen_one_ranks_gradients_is_an_error_everywhere(
+    fused: bool, unscales: bool, needs_two: None
 ) -> None:
-    model, optimizer = wrapped(lambda parameters: SGD(parameters, lr=0.1, fused=True))
+    model, optimizer = wrapped(lambda parameters: SGD(parameters, lr=0.1, fused=fused))
+    backward(model, part, 0)
+    optimizer.step()  # from now on gradients are reduced while backward runs
     scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
     x, _ = batch(0)
     scaler.scale(model(part(x)).sum() * (float("inf") if hvd.rank() else 1.0)).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
     told = errors_everywhere(lambda: scaler.step(optimizer))
     optimizer.synchronize()
     assert ["before optimizer.synchronize()" in text for _, text in told] == [True] * hvd.size()
@@ -291,6 +298,21 @@ def test_an_error_inside_skip_synchronize_ends_it() -> None:
         _ = 1 / 0
     train(model, optimizer, part)
     assert_as_alone(model, alone()[0])
+
+
+def test_a_step_inside_skip_synchronize_waits_for_synchronize(needs_two: None) -> None:
+    model, optimizer = wrapped()
+    told = []
+    for step in range(2):  # in the second one buckets leave while backward runs
+        optimizer.zero_grad()
+        backward(model, part, 10 * step)
+        with optimizer.skip_synchronize():
+            told += errors_everywhere(optimizer.step)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert ["call optimizer.synchronize() after backward()" in text for _, text in told] == [True] * len(told)
+    assert_as_alone(model, alone(steps=range(2))[0])
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
