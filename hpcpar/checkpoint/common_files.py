@@ -12,7 +12,15 @@ import torch
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.files import pieces_text, write_tensors
-from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest
+from hpcpar.checkpoint.manifest import (
+    MANIFEST,
+    PIECES,
+    RANDOM,
+    STATE,
+    FileDigest,
+    Manifest,
+    with_text_keys,
+)
 from hpcpar.checkpoint.ownership import Groups, PipelinePositions
 from hpcpar.checkpoint.rank_files import RankOutput
 from hpcpar.errors import CheckpointError
@@ -105,8 +113,8 @@ def _write_text(text: str, path: Path) -> FileDigest:
 def as_json(what: str, values: dict[str, Any]) -> str:
     """Return the values as JSON; CheckpointError, which names `what`, for values that JSON has not."""
     try:
-        return json.dumps(values, indent=1) + "\n"
-    except (TypeError, ValueError) as error:
+        return json.dumps(with_text_keys(values), indent=1) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{what} holds what JSON cannot: {error}; give numbers, strings, lists and dictionaries"
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from hpcpar.checkpoint.checkpoint_directory import choose_together, named_by
@@ -33,7 +34,8 @@ def convert(source: str | Path, target: str | Path) -> Path:
     source    a checkpoint, or a directory of them or output directory of `hpcpar train`, of which the newest
               sound one is taken
     result    the checkpoint that was converted
-    errors    CheckpointError for a damaged checkpoint, a target that exists, or another suffix
+    errors    CheckpointError for a damaged checkpoint, a target that exists or cannot be written, or another
+              suffix
     """
     source, target = Path(source), Path(target)
     write = WRITERS.get(target.suffix)
@@ -47,8 +49,15 @@ def convert(source: str | Path, target: str | Path) -> Path:
         raise CheckpointError(f"{target} exists: name another file, or remove it")
     named = named_by(source)
     path = choose_together(source if named == [source] else named[0].parent, Communicator.alone())
+    contents = Contents.read(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write(Contents.read(path), target)
+    try:
+        write(contents, target)
+    except (RuntimeError, CheckpointException) as error:  # torch's, for which an OSError is none
+        reason = str(error).strip().splitlines()[-1]
+        raise CheckpointError(
+            f"{target} cannot be written: {reason}; make room there, or name another place"
+        ) from error
     return path
 
 

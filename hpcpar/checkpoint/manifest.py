@@ -104,6 +104,33 @@ class Record(BaseModel):
 
 # --- state.json -----------------------------------------------------------------------------------
 
+ITEMS = "items of a dictionary"
+"""The one key of a JSON object that stands for a dictionary with other keys than texts."""
+
+
+def with_text_keys(value: Any) -> Any:
+    """Return a value that JSON keeps as it is: {30: 1}, as in MultiStepLR, becomes {ITEMS: [[30, 1]]}."""
+    if isinstance(value, (list, tuple)):
+        return [with_text_keys(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: with_text_keys(each) for key, each in value.items()}
+    can_be_keys = all(isinstance(key, (str, int, float, type(None))) for key in kept)  # JSON refuses others
+    if can_be_keys and (ITEMS in kept or not all(isinstance(key, str) for key in kept)):
+        return {ITEMS: [[key, each] for key, each in kept.items()]}
+    return kept
+
+
+def with_own_keys(value: Any) -> Any:
+    """Return what was given to `with_text_keys`, tuples as lists; errors for what that never returns."""
+    if isinstance(value, list):
+        return [with_own_keys(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if ITEMS in value:
+        return {key: with_own_keys(each) for key, each in value[ITEMS]}
+    return {key: with_own_keys(each) for key, each in value.items()}
+
 
 class SavedGroup(Record):
     """Parameter group of the saved optimizer: names of its parameters, and options that are no tensors."""
@@ -149,7 +176,12 @@ class SavedState(Record):
     tp: list[tuple[int, int]] | None = None
     names: list[str] | None = None
     not_finite: str | None = None
-    extra: dict[str, Any]
+    extra: dict[Any, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_own_keys(cls, value: Any) -> Any:
+        return with_own_keys(value)
 
     @model_validator(mode="after")
     def _covers_all_ranks(self) -> SavedState:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, fault_of, not_finite, prune
 from hpcpar.checkpoint.common_files import CommonFiles, as_json, first_not_finite_of
+from hpcpar.checkpoint.manifest import with_own_keys
 from hpcpar.checkpoint.model_state import ModelState
 from hpcpar.checkpoint.optimizer_state import distributed_of, group_names
 from hpcpar.checkpoint.ownership import (
@@ -59,8 +60,9 @@ def save(
     """Write the checkpoint of a step; return its path, step-00000200 under `directory`. Collective.
 
     step    optimizer steps taken so far
-    extra   any JSON values to get back from `load`: config, scheduler, data position. With another global
-            batch the same step is another place in the data
+    extra   any JSON values, and dictionaries with numbers as keys, to get back from `load`: config, a
+            scheduler's state, data position. With another global batch the same step is another place in
+            the data
     model   with the names of the whole model, of which it may be a few layers; `tied_names` tells what is
             tied across ranks. Running statistics of BatchNorm and InstanceNorm that differ between replicas
             become their averages, in the model, too
@@ -125,7 +127,7 @@ def _begin(
         distributed_of(model, optimizer)
         state, contents = _contents_of(model, optimizer)
         own_random = random_state.capture(model)
-        given = json.loads(as_json("extra", dict(extra or {})))
+        given = with_own_keys(json.loads(as_json("extra", dict(extra or {}))))
     wait_for_new(model.parameters())
     positions = PipelinePositions.agree(contents, comm, doing)
     # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.

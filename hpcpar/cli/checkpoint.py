@@ -111,7 +111,7 @@ def _described(path: Path) -> Iterator[str]:
 
     contents = Contents.read(path)
     yield f"saved by      {_layout(contents)}"
-    yield f"extra         {printable(', '.join(contents.state.extra) or 'nothing')}"
+    yield f"extra         {printable(', '.join(map(str, contents.state.extra)) or 'nothing')}"
     optimizer = contents.state.optimizer
     for number, group in enumerate(optimizer.groups if optimizer is not None else ()):
         options = ", ".join(f"{key} = {value}" for key, value in group.options.items())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcpar.comm.agree import require_same
 from hpcpar.data.permutation import permute
 from hpcpar.errors import DataError
 from hpcpar.partition import bounds
@@ -38,7 +39,7 @@ class DistributedBatchSampler:
 
     samples        length of the dataset
     global_batch   samples of a batch, over all ranks; each has an equal part, or one more than another
-    comm           the ranks that share the batches, as `mesh.dp`
+    comm           the ranks that share the batches, as `mesh.dp`; each makes its sampler at the same time
     seed           names the order of each epoch; None: samples come in the dataset's order
     drop_last      True: an epoch ends with its last whole batch, and up to global_batch - 1 samples are not
                    seen in it (others in each epoch). False: its last batch is what is left. Nothing is
@@ -49,7 +50,8 @@ class DistributedBatchSampler:
     at the present position and ends with the epoch. A loader without a `generator` of its own takes one of
     torch's random numbers whenever it is iterated: dropout then differs after a resume.
 
-    errors  DataError for sizes that make no batch, a state that does not fit, and an epoch that is iterated
+    errors  MismatchError where ranks ask for different things, as a seed by the clock is;
+            DataError for sizes that make no batch, a state that does not fit, and an epoch that is iterated
             again although none of its batches, or not all, were counted by `advance`
     """
 
@@ -62,6 +64,8 @@ class DistributedBatchSampler:
         seed: int | None = 0,
         drop_last: bool = True,
     ) -> None:
+        told = f"samples={samples}, global_batch={global_batch}, seed={seed}, drop_last={drop_last}"
+        require_same(comm, f"DistributedBatchSampler({told})")  # or some samples come twice, others never
         if global_batch < comm.size:
             raise DataError(
                 f"global_batch={global_batch} leaves some of {comm.size} ranks without a sample; "
@@ -91,7 +95,8 @@ class DistributedBatchSampler:
         if self._handed_out == self.epoch:
             raise DataError(
                 f"all batches of epoch {self.epoch} were read already, but by advance() {self.done} of "
-                f"{self.samples} samples have been learnt from; call it after each batch"
+                f"{self.samples} samples have been learnt from; call it after each batch. Where workers read "
+                "ahead and the loop was left early, load_state_dict(state_dict()) begins at the position"
             )
         return self._batches(self.epoch, self.done, len(self))
 

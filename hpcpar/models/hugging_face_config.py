@@ -9,7 +9,7 @@
     glm4_moe      sigmoid, groups, a shared expert, biases, first layers dense, perhaps qk_norm="head":
                   the mixture of DeepSeek-V3, behind attention as ours
 
-mistral without a window is a llama by another name. The library `transformers` is not needed here.
+mistral with "sliding_window": null is a llama by another name. The library `transformers` is not needed here.
 """
 
 from __future__ import annotations
@@ -185,8 +185,10 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
             f"a config of {type(config).__name__}: {config!r:.60}; it must be an object of keys and values, "
             "as save_pretrained of transformers writes"
         )
-    config = {key: value for key, value in config.items() if value is not None}  # null: as if left out
     kind = config.get("model_type")
+    # null is as if left out, but for Mistral's window: transformers gives it one unless that is null.
+    left_out = {"sliding_window": 4096} if kind == "mistral" else {}
+    config = {key: value for key, value in (left_out | dict(config)).items() if value is not None}
     if not isinstance(kind, str):
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):

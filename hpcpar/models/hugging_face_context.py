@@ -130,6 +130,12 @@ def _require_shareable(cp: ContextParallel, config: Any, given: dict[str, Any]) 
     mask, padding = cp.mask, given.get("attention_mask")
     if given.get("input_ids") is None:
         raise MismatchError("a call without input_ids; give whole sequences [B, S], the same on all ranks")
+    labels = given.get("labels")
+    if labels is not None and labels.shape != given["input_ids"].shape:
+        raise MismatchError(
+            f"labels of shape {list(labels.shape)} for input_ids of shape {list(given['input_ids'].shape)}; "
+            "give one for each token, -100 where there is none: the model shifts them itself"
+        )
     if not mask.causal:
         raise LayoutError(f"{mask} is not causal, and the model is; leave causal=False out")
     counts = [sum(span.length for span in spans) for spans in cp.spans()]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hpcpar.errors import CheckpointError, ConfigError
 from hpcpar.models.hugging_face_config import model_type, sizes_from_hugging_face
-from hpcpar.models.llama import EMBEDDING, Llama
+from hpcpar.models.llama import EMBEDDING, HEAD, Llama
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import own_shard
 
@@ -94,10 +94,9 @@ def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator)
     with comm.together(f"reading {directory}"):
         _require_same_model(sizes, read_sizes(directory), directory)
         try:
-            names, file_of = file_names(sizes), _files(directory)
+            names, file_of = _located(sizes, directory)
         except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
-        _require_complete(set(names.values()), set(file_of), sizes.layers, directory)
     shapes = _shapes(sizes)
 
     def value_of(name: str) -> Tensor:
@@ -156,8 +155,7 @@ def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: s
 
 
 def _read(model: Llama | LlamaStages, directory: Path) -> None:
-    names, file_of = file_names(model.config), _files(directory)
-    _require_complete(set(names.values()), set(file_of), model.config.layers, directory)
+    names, file_of = _located(model.config, directory)
     shapes = _shapes(model.config)
     of_file: dict[str, list[tuple[str, Tensor | None]]] = {}
     for name, target in _targets(model, names):
@@ -174,6 +172,28 @@ def _read(model: Llama | LlamaStages, directory: Path) -> None:
                         f"{directory} has biases that select experts, and the model, of bias_rate=0, has "
                         "none; make it with the sizes of read_sizes"
                     )
+
+
+def _located(sizes: LlamaConfig, directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the name in the files of each tensor, by our name, and the file of each, by its name there.
+
+    errors   CheckpointError for files that have more or less than these tensors. A head that is tied may be
+             there too, as Qwen3's small models have it, if it is the embedding
+    """
+    names, file_of = file_names(sizes), _files(directory)
+    head_file = file_of.pop(HEAD, None) if sizes.tie_embeddings else None
+    _require_complete(set(names.values()), set(file_of), sizes.layers, directory)
+    if head_file is not None:
+        both = []
+        for name, file in ((HEAD, head_file), (EMBEDDING, file_of[EMBEDDING])):
+            with safe_open(directory / file, framework="pt") as stored:
+                both.append(stored.get_tensor(name))
+        if not torch.equal(*both):
+            raise CheckpointError(
+                f"{directory} has {HEAD} and {EMBEDDING} with different values, and by its config.json they "
+                "are one (tie_word_embeddings); set that to false"
+            )
+    return names, file_of
 
 
 def _shapes(sizes: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -48,6 +48,13 @@ def _require_a_name(value: Any) -> Any:
     return value
 
 
+def _require_text_or_false(value: Any) -> Any:
+    # pydantic would take 0, which may be meant as the number of a token, for false.
+    if value is not False and not (isinstance(value, str) and value):
+        raise ValueError("give the token's text, in quotes, or false where documents are to run together")
+    return value
+
+
 Named = Annotated[Path, BeforeValidator(_require_a_name)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -57,11 +64,21 @@ BYTE_MIB = 2.0**-20
 class Section(BaseModel):
     """A table of the file: only its own keys, and immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take it for 1, as in recompute_layers = true; false is the usual word for none.
+        if value is True and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("this key is not one of those that are true or false")
+        return value
 
 
 class ExpertsSection(Section):
     """Changes to the preset's experts, or experts for a model without them. Fields as in `Experts`."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # Experts refuses them, and says what to do
 
     count: int | None = None
     per_token: int | None = None
@@ -136,10 +153,10 @@ class DataSection(Section):
     paths: tuple[Named, ...] = ()
     text_key: str = Field(default="text", min_length=1)
     tokenizer: Named | None = None
-    eos_token: Annotated[str | Literal[False], BeforeValidator(_require_a_name)] | None = None
+    eos_token: Annotated[str | Literal[False], BeforeValidator(_require_text_or_false)] | None = None
     pack_documents: bool = False
     held_out: float = Field(default=0.05, gt=0, lt=1)
-    max_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    max_mib: float = Field(default=8.0, gt=0)
     block: int | None = Field(default=None, gt=0)
     cache: Named = Path("runs/cache")
 
@@ -235,8 +252,8 @@ class OptimizerSection(Section):
     """
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
-    adam_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    adam_learning_rate: float | None = Field(default=None, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -245,8 +262,8 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     skip_limit: int = Field(default=10, ge=1)
-    bucket_mib: float | None = Field(default=None, ge=BYTE_MIB, allow_inf_nan=False)
-    first_bucket_mib: float = Field(default=1.0, ge=BYTE_MIB, allow_inf_nan=False)
+    bucket_mib: float | None = Field(default=None, ge=BYTE_MIB)
+    first_bucket_mib: float = Field(default=1.0, ge=BYTE_MIB)
     zero_stage: Literal[0, 1, 2, 3] = 0
     algorithm: str | None = None
     offload: Annotated[str, BeforeValidator(_require_a_name)] | None = None
@@ -256,14 +273,13 @@ class OptimizerSection(Section):
     prefetch: int = Field(default=1, ge=0)
     reshard: Literal["unit", "step"] = "unit"
 
-    @field_validator("adam_learning_rate")
+    @field_validator("adam_learning_rate", "momentum", "muon_momentum", "muon_scale")
     @classmethod
-    def _is_about_muon(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("name") != "muon":
-            raise ValueError(
-                "is of what muon leaves to AdamW, and optimizer.name is another; set "
-                "optimizer.learning_rate, or optimizer.name=muon, too"
-            )
+    def _is_of_the_optimizer(cls, value: Any, info: ValidationInfo) -> Any:
+        of = "sgd" if info.field_name == "momentum" else "muon"
+        is_default = value == cls.model_fields[str(info.field_name)].default
+        if not is_default and info.data.get("name", of) != of:
+            raise ValueError(f"is of {of}, and optimizer.name is another; set optimizer.name={of}, too")
         return value
 
     @field_validator("algorithm")
@@ -428,7 +444,7 @@ class OutputSection(Section):
     directory: Named = Path("runs/latest")
     log_every: int = Field(default=10, gt=0)
     checkpoint_every: int = Field(default=0, ge=0)
-    checkpoint_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    checkpoint_minutes: float = Field(default=30.0, ge=0)
     keep: int = Field(default=2, gt=0)
     save_async: bool = False
     timeline_steps: int = Field(default=0, ge=0)

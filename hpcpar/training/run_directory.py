@@ -26,6 +26,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.errors import CheckpointError, ConfigError, PeerFailedError
 from hpcpar.models import LlamaConfig
 from hpcpar.training.config import Config, model_config_saved
+from hpcpar.training.run_record import require_newest
 from hpcpar.units import format_duration
 
 logger = logging.getLogger(__name__)
@@ -135,12 +136,19 @@ class RunDirectory:
         return answer
 
     def save(
-        self, point: StartPoint, model: nn.Module, optimizer: DistributedOptimizer, *, wait: bool
+        self,
+        point: StartPoint,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        *,
+        wait: bool,
+        attempt: Mapping[str, Any],
     ) -> None:
         """Save the checkpoint that a resumed run starts from; one that is being written is finished before.
 
-        wait     until it is there, also with output.save_async
-        errors   CheckpointError, on all ranks
+        wait      until it is there, also with output.save_async
+        attempt   of run.json, on rank 0
+        errors    CheckpointError, on all ranks; also if another run has taken the directory
         """
         self.finish_save()
         start_s = time.monotonic()
@@ -162,6 +170,8 @@ class RunDirectory:
         }
         begin = save_async if self._config.output.save_async and not wait else save
         with self._saving(point.step):
+            with self._comm.together("looking whose directory it is"):
+                require_newest(self.path, attempt)
             begun = begin(
                 self.checkpoints,
                 step=point.step,

@@ -22,7 +22,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
@@ -33,6 +33,7 @@ import torch
 
 from hpcpar.comm.job_facts import mpi_vendor, versions
 from hpcpar.durable import write_whole
+from hpcpar.errors import CheckpointError
 from hpcpar.launch.rank_map import RankMap
 
 if TYPE_CHECKING:
@@ -75,10 +76,24 @@ def recorded(run: Run, ranks: RankMap | None) -> Iterator[dict[str, Any]]:
         told = f"{type(error).__name__}: {first}".removesuffix(": ")
         attempt |= {"status": "failed", "error": told, "ended": now()}
         with suppress(OSError):  # a full disk, which is the error to be seen
-            _write(path, [*attempts, attempt])
+            if _is_newest(path, attempt):
+                _write(path, [*attempts, attempt])
         raise
     attempt["ended"] = now()
     _write(path, [*attempts, attempt])
+
+
+def require_newest(directory: Path, attempt: Mapping[str, Any]) -> None:
+    """CheckpointError if another run began in the directory after this attempt; {}: on ranks but 0."""
+    if "started" in attempt and not _is_newest(directory / NAME, attempt):
+        raise CheckpointError(
+            f"{directory} is another run's now, which began there while this one ran; give each run an "
+            "output.directory of its own"
+        )
+
+
+def _is_newest(path: Path, attempt: Mapping[str, Any]) -> bool:
+    return [each.get("started") for each in attempts_of(path)[-1:]] == [attempt["started"]]
 
 
 def attempts_of(path: Path) -> list[dict[str, Any]]:

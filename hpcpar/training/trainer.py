@@ -25,11 +25,12 @@ from rich.console import Console
 
 from hpcpar.checkpoint import checkpoint_path
 from hpcpar.comm import Communicator
+from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.comm.preemption import Preemption
 from hpcpar.data_parallel import MemoryReport, expected_broadcast_nbytes, memory_report, watch_activations
 from hpcpar.data_parallel.memory_measurement import model_state
 from hpcpar.data_parallel.saved_activations import Activations
-from hpcpar.errors import DivergenceError
+from hpcpar.errors import DivergenceError, MismatchError
 from hpcpar.mesh import Mesh
 from hpcpar.models import LlamaStages
 from hpcpar.pipeline_parallel.balance import StageSplit
@@ -58,6 +59,25 @@ from hpcpar.training.step_timeline import StepTimeline, span
 from hpcpar.training.traffic_report import gather_traffic
 from hpcpar.training.training_step import StepResult, held_out_loss, train_step
 
+OF_A_NODE = (
+    *("data.paths", "data.tokenizer", "data.cache", "model.hugging_face"),
+    *("output.directory", "optimizer.offload", "train.threads"),
+)
+"""Keys that may differ between ranks: places of the same files, and cores."""
+
+
+def _require_same_configuration(config: Config, comm: Communicator) -> None:
+    """Raise MismatchError on all ranks for the first key that one of them has set otherwise. Collective."""
+    own = {key: value for key, value in flat(config).items() if key not in OF_A_NODE}
+    if is_same_everywhere(comm, str(own)):
+        return
+    of_ranks: list[dict[str, Any]] = comm.allgather_object(own)
+    rank, key = next((n, key) for n, of in enumerate(of_ranks) for key in of if of[key] != of_ranks[0][key])
+    raise MismatchError(
+        f"{key} = {of_ranks[0][key]!r} on rank 0, and {of_ranks[rank][key]!r} on rank {rank}; give all ranks "
+        "of a run the same configuration"
+    )
+
 
 class Run:
     """One rank's part of a training run; making one and every method are collective.
@@ -68,7 +88,8 @@ class Run:
     console   rank 0 reports to it; None = in silence
     preemption   asked between steps whether to stop; the caller closes it
 
-    errors    ConfigError, LayoutError, DataError, CheckpointError or PeerFailedError, on all ranks
+    errors    ConfigError, LayoutError, DataError, CheckpointError, MismatchError or PeerFailedError, on all
+              ranks
     """
 
     def __init__(
@@ -80,6 +101,7 @@ class Run:
         console: Console | None = None,
         preemption: Preemption | None = None,
     ) -> None:
+        _require_same_configuration(config, comm)
         config = with_hugging_face(config, comm)
         self.config = config
         self.comm = comm
@@ -306,7 +328,7 @@ class Run:
             sampler=self.batches.sampler,
             owes_evaluation=owes_evaluation,
         )
-        self.directory.save(point, self.model, self.optimizer, wait=wait)
+        self.directory.save(point, self.model, self.optimizer, wait=wait, attempt=self._attempt)
         return checkpoint_path(self.directory.checkpoints, steps_done)
 
     def memory_report(self) -> MemoryReport:

@@ -524,12 +524,41 @@ def test_what_cannot_be_removed_is_told_and_the_new_checkpoint_is_there(
     ]
 
 
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize("value", [object(), {(1, 2): 3}, {1: 2, (1, 2): 3}, CYCLE], ids=str)
 def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(
-    tmp_path: Path, alone: Communicator
+    value: Any, tmp_path: Path, alone: Communicator
 ) -> None:
     with pytest.raises(CheckpointError, match="extra holds what JSON cannot"):
-        save(tmp_path, step=1, model=Small(), extra={"when": object()}, comm=alone)
+        save(tmp_path, step=1, model=Small(), extra={"when": value}, comm=alone)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dictionaries_keep_their_keys_so_that_schedulers_go_on(tmp_path: Path, alone: Communicator) -> None:
+    def made(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = OPTIMIZERS["sgd"](model)
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 4], gamma=0.5)
+
+    model = Small()
+    optimizer, schedule = made(model)
+    train(model, optimizer, 1)
+    schedule.step()
+    odd = {"items of a dictionary": [[1, 2]], "of all kinds": {1: "a", "1": "b", None: 0.5, 2.5: {}}}
+    extra = {"schedule": schedule.state_dict(), "odd": odd}
+    save(tmp_path, step=1, model=model, optimizer=optimizer, extra=extra, comm=alone)
+
+    again, resumed = made(model)
+    found = load(tmp_path, model=model, optimizer=again, comm=alone).extra
+    resumed.load_state_dict(found["schedule"])
+    for each in (optimizer, again):
+        each.step()
+    for each in (schedule, resumed):
+        each.step(), each.step(), each.step()
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.1 / 8
+    assert found["odd"] == odd
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:

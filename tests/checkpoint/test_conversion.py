@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,16 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path) 
             convert(path, tmp_path / target)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "there.pt"]
     assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("target", ["a.safetensors", "a.pt", "a"])
+def test_a_disk_without_room_is_told_and_nothing_is_left(target: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", "SGD", 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"/{target} cannot be written: .*; make room there"):
+            convert(path, tmp_path / "new" / target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "new").iterdir())

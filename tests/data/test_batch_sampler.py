@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpcpar import checkpoint
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data import DistributedBatchSampler
-from hpcpar.errors import DataError
+from hpcpar.errors import DataError, MismatchError
 
 Batches = list[list[int]]
 ALONE = Communicator.alone()
@@ -147,8 +147,16 @@ def test_an_epoch_whose_batches_were_not_counted_is_refused_the_second_time() ->
         iter(sampler)
     sampler.advance()
     assert (sampler.epoch, len(list(sampler))) == (1, 2)
+
+
+def test_a_loop_left_early_goes_on_although_workers_had_read_the_rest() -> None:
+    sampler = DistributedBatchSampler(8, 4, ALONE)
+    _, left = list(sampler)
+    sampler.advance()
+    with pytest.raises(DataError, match=r"read ahead .*, load_state_dict\(state_dict\(\)\) begins"):
+        iter(sampler)
     sampler.load_state_dict(sampler.state_dict())
-    assert len(list(sampler)) == 2
+    assert list(sampler) == [left]
 
 
 @pytest.mark.parametrize(
@@ -176,3 +184,14 @@ def test_sizes_that_make_no_batch_are_refused() -> None:
     assert len(DistributedBatchSampler(7, 8, ALONE, drop_last=False)) == 1
     with pytest.raises(DataError, match="global_batch=2 leaves some of 3 ranks without a sample"):
         run_loopback(3, lambda comm: DistributedBatchSampler(7, 2, comm))
+
+
+@pytest.mark.parametrize("varied", ["samples", "global_batch", "seed"])
+def test_ranks_that_would_read_in_different_orders_are_refused(varied: str) -> None:
+    def on_rank(comm: Communicator) -> None:
+        asked = {"samples": 12, "global_batch": 4, "seed": 0}
+        asked[varied] -= 3 * comm.rank
+        with pytest.raises(MismatchError, match=r"rank 0 asked for .*; rank 1 asked for"):
+            DistributedBatchSampler(asked.pop("samples"), asked.pop("global_batch"), comm, **asked)
+
+    run_loopback(2, on_rank)

@@ -177,6 +177,7 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do() -> None:
         (MismatchError, "a cache of keys has whole sequences", Mask(LENGTH), {"use_cache": True}),
         (MismatchError, "position_ids cannot be given", Mask(LENGTH), {"position_ids": tokens()}),
         (MismatchError, "logits_to_keep cannot be given", Mask(LENGTH), {"logits_to_keep": 1}),
+        (MismatchError, "give one for each token", Mask(LENGTH), {"labels": tokens()[:, 1:]}),
         (LayoutError, "is not causal, and the model is", Mask(LENGTH, causal=False), {}),
         (MismatchError, "but the mask in use 23", Mask(LENGTH + 1), {}),
         (LayoutError, "leaves rank 1 of 2 without any", Mask(1), {}),

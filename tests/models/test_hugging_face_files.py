@@ -18,6 +18,7 @@ from hpcpar.errors import CheckpointError, ConfigError, PeerFailedError
 from hpcpar.models import Layers, Llama, LlamaConfig, Part, parallel_layers
 from hpcpar.models.hugging_face_config import hugging_face_config, sizes_from_hugging_face
 from hpcpar.models.hugging_face_files import file_tensors, read_parameters, read_sizes, stored_values
+from hpcpar.models.llama import EMBEDDING, HEAD
 from hpcpar.planner.experts import Experts
 from hpcpar.tensor_parallel import own_shard
 
@@ -154,6 +155,22 @@ def test_tied_embeddings_are_read_into_the_head_of_a_last_stage(tmp_path: Path) 
     assert torch.equal(last.lm_head.weight, model.model.embed_tokens.weight)
 
 
+def test_a_tied_head_may_be_in_the_files_too_if_it_is_the_embedding(tmp_path: Path) -> None:
+    model = theirs("Qwen3", tmp_path, tie_word_embeddings=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {HEAD: stored[EMBEDDING].clone()}, tmp_path / "model.safetensors")
+    sizes, alone = read_sizes(tmp_path), Communicator.alone()
+    read = Llama(sizes, seed=None)
+    read_parameters(read, tmp_path, alone)
+    assert torch.equal(read.lm_head.weight, model.model.embed_tokens.weight)
+    assert torch.equal(stored_values(sizes, tmp_path, alone)(EMBEDDING), stored[EMBEDDING])
+
+    save_file(stored | {HEAD: stored[EMBEDDING] + 1}, tmp_path / "model.safetensors")
+    assert "with different values, and by its config.json they are one" in str(refused(tmp_path, sizes))
+    with pytest.raises(CheckpointError, match="with different values"):
+        stored_values(sizes, tmp_path, alone)
+
+
 def test_a_model_in_several_files_is_read(tmp_path: Path) -> None:
     model = theirs("Mixtral", tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
@@ -233,6 +250,7 @@ def test_what_a_config_lacks_is_named() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary embeddings of the type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings of the type 'linear'"),
         ({"sliding_window": 64, "attention_bias": True}, "a window of 64 tokens, biases of the attention's"),
+        ({"model_type": "mistral"}, "a window of 4096 tokens"),
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"model_type": "glm4_moe"}, "rotary embeddings of 0.5 of each head"),
         (

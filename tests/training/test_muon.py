@@ -92,9 +92,15 @@ def test_the_usual_bfloat16_iterations_stay_near_one_process(config_of: MakeConf
     assert losses(together) == pytest.approx(losses(alone), rel=1e-3)
 
 
-def test_a_rate_for_adam_and_memory_in_common_are_refused_where_they_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"adam_learning_rate.*or optimizer.name=muon, too"):
-        parse("[optimizer]\nadam_learning_rate = 0.1\n", source="x")
+def test_keys_of_other_optimizers_and_memory_in_common_are_refused_where_they_mean_nothing() -> None:
+    for key in ("adam_learning_rate = 0.1", "muon_momentum = 0.9", "muon_scale = 'original'"):
+        for name in ("adamw", "sgd"):
+            with pytest.raises(ConfigError, match=r"is of muon, and .*; set optimizer.name=muon, too"):
+                parse(f"[optimizer]\nname = '{name}'\n{key}\n", source="x")
+        parse(f"[optimizer]\nname = 'muon'\n{key}\n", source="x")
+    for name in ("adamw", "muon"):
+        with pytest.raises(ConfigError, match=r"momentum = 0.5: is of sgd, and optimizer.name is another"):
+            parse(f"[optimizer]\nname = '{name}'\nmomentum = 0.5\n", source="x")
     text = "[optimizer]\nname = 'muon'\nzero_stage = 1\nshared_parameters = true\n"
     with pytest.raises(ConfigError, match="muon's ranks own matrices of different sizes"):
         parse(text, source="x")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import hpcpar
+from hpcpar.checkpoint.checkpoint_directory import by_step
 from hpcpar.comm import run_loopback
 from hpcpar.comm.preemption import Preemption
-from hpcpar.errors import DivergenceError
+from hpcpar.errors import CheckpointError, DivergenceError
 from hpcpar.training import Config, Run, trainer
 from hpcpar.training.run_record import attempts_of, git_state
 from tests.training.runs import MakeConfig, trained
@@ -94,6 +95,33 @@ def test_an_attempt_that_was_killed_is_found_so_by_the_next(config_of: MakeConfi
     trained(config_of(), resume=True)
     assert [each["status"] for each in attempts(config_of())] == ["failed", "ended"]
     assert "killed" in attempts(config_of())[0]["error"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_whose_directory_another_one_took_saves_nothing_into_it(
+    resume: bool, config_of: MakeConfig
+) -> None:
+    config = config_of("output.checkpoint_every=2", "train.until=6")
+    other = config_of("train.until=4", "optimizer.learning_rate=0.001")
+
+    def work(comm: Any) -> str:
+        run = Run(config, comm)
+        batch_of = run.batches.training_batch
+
+        def meanwhile(step: int) -> Any:
+            if step == 4 and comm.rank == 0:
+                trained(other, resume=resume)
+            return batch_of(step)
+
+        run.batches.training_batch = meanwhile  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match=r"is another run's now.*directory of its own") as caught:
+            run.train()
+        return str(caught.value)
+
+    assert len(set(run_loopback(2, work))) == 1
+    *before, last = attempts(config)
+    assert (last["status"], last["steps"], len(before)) == ("ended", 4, resume)
+    assert max(by_step(config.output.directory / "checkpoints")) == 4
 
 
 def test_a_file_that_is_no_record_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from hpcpar.errors import (
     DataError,
     DivergenceError,
     LayoutError,
+    MismatchError,
     PeerFailedError,
 )
 from hpcpar.planner.cluster import MACHINES
@@ -479,6 +480,15 @@ def test_only_rank_0_reports_and_tells_sizes_progress_traffic_and_files(config_o
 def test_degrees_that_do_not_fit_the_ranks_are_refused_on_every_rank(config_of: MakeConfig) -> None:
     with pytest.raises(LayoutError, match="3 ranks, but the job has 2"):
         run_loopback(2, lambda comm: Run(config_of("mesh.dp=3"), comm))
+
+
+@pytest.mark.parametrize("key", ["train.seed", "train.global_batch", "output.checkpoint_every"])
+def test_ranks_with_different_configurations_are_refused(key: str, config_of: MakeConfig) -> None:
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(MismatchError, match=rf"{key} = 4 on rank 0, and 5 on rank 2; give all ranks"):
+            Run(config_of(f"{key}={4 + (comm.rank == 2)}"), comm)
+
+    run_loopback(3, on_rank)
 
 
 def test_a_batch_smaller_than_the_ranks_is_refused(config_of: MakeConfig) -> None:
