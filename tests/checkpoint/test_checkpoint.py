@@ -528,7 +528,9 @@ CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 
 
-@pytest.mark.parametrize("value", [object(), {(1, 2): 3}, {1: 2, (1, 2): 3}, CYCLE], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), {(1, 2): 3}, {1: 2, (1, 2): 3}, CYCLE], ids=["object", "tuple", "both", "cycle"]
+)
 def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(
     value: Any, tmp_path: Path, alone: Communicator
 ) -> None:
