@@ -41,6 +41,7 @@ def differentiated_once(what: str) -> Callable[[Callable[..., Any]], Callable[..
 
     torch's once_differentiable lets them pass as constants, without an error, where the gradient that comes
     in is one: that of a sum, or of a loss.
+
     what     "attention; do without it": what cannot be differentiated again, and a way out
     errors   OperationError in a backward with create_graph=True
     """

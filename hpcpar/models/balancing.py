@@ -162,7 +162,10 @@ class Balancing:
         return max(1, int(_summed(torch.tensor(own), self.comm)))
 
     def note_rows(self, number: int, received: int, own: int) -> None:
-        """Note the rows that came to the layer's experts here in a forward, beside those of own tokens."""
+        """Note how many rows came to this rank's experts of layer `number` in a forward.
+
+        own   rows of this rank's tokens, which went to all ranks' experts: T·k
+        """
         if number in self._loads:
             self._note_forward()
         self._loads[number] = received / max(1, own)
