@@ -68,8 +68,10 @@ def test_a_signal_is_told_while_the_main_thread_is_in_a_long_call_in_c(heard: He
     nobody.start()
     with one, other, SignalListener((USR1,), lambda _: other.send(b"x"), heard.seconds.append):
         # By another process: it gets to this one's main thread, which waits in `recv` and goes on waiting.
-        kill = f"import os, time; time.sleep(0.3); os.kill({os.getpid()}, {int(USR1)})"
-        with subprocess.Popen([sys.executable, "-S", "-c", kill]):
+        # It ends when `recv` is over: its end is a signal, too, which torch's DataLoader, used by an earlier
+        # test of this process, has a handler for that interrupts system calls.
+        kill = f"import os, sys, time; time.sleep(0.3); os.kill({os.getpid()}, {int(USR1)}); sys.stdin.read()"
+        with subprocess.Popen([sys.executable, "-S", "-c", kill], stdin=subprocess.PIPE):
             import ctypes
 
             buffer = ctypes.create_string_buffer(1)
