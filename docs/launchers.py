@@ -35,6 +35,7 @@ Where none of them is there, this is one process alone.
 | srun's own task was started with the variables of another launcher already in its environment (`/proc/PID/environ` of `SLURM_TASK_PID`) | srun was called inside of that launcher, and Slurm is believed |
 | the task of the step is a daemon by which an mpiexec reaches a node ({daemons}) | the step is not the job: the mpiexec is believed |
 | this process was typed into a shell inside of a step (`srun --pty bash`): it has a process group of its own on the session's terminal | it is one process alone, with a hint at what starts several |
+| a batch script was submitted by a task of a step, whose variables `sbatch` hands on: the parent of `SLURM_TASK_PID` is `slurmstepd: [….batch]` | they are passed over |
 | MPI has several ranks, and the launcher that is believed does not agree with it, but another one does | that one is believed: it is the inner one |
 | MPI has several ranks, and no launcher left variables | MPI is believed |
 | launcher and MPI disagree on rank, size, local rank or local size | `LaunchError` on every rank, with what to type |
@@ -72,7 +73,8 @@ Under srun, what connects the ranks is in the table at the top of `hpcpar/launch
 
 In a Slurm allocation by srun, else by the mpiexec beside this Python or on PATH. Under srun these variables of the
 job are taken out, since srun would follow them against the request: {against}; and where hosts are named
-(`-H`), {places}. An mpiexec in a Slurm allocation gets `SLURM_MPI_TYPE=none`, and in a step `SLURM_OVERLAP=1`, for the
+(`-H`), {places}; and so is `SLURM_CPU_BIND` where it names the cores of the task that `hpcpar run` is called in.
+The job's `SLURM_CPUS_PER_TASK` becomes `SRUN_CPUS_PER_TASK`, if so many fit. An mpiexec in a Slurm allocation gets `SLURM_MPI_TYPE=none`, and in a step `SLURM_OVERLAP=1`, for the
 srun by which it starts its daemons. In other batch systems the hosts come from the first of these that is set:
 
 {hosts}

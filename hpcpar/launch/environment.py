@@ -138,17 +138,17 @@ def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterat
     that this process was typed into.
     """
     outside = []
-    is_within = False
+    is_task, is_within = slurm.in_step(environ, proc), False
     for launcher in LAUNCHERS:
         names = (launcher.marker, launcher.rank, launcher.size)
         if not all(name in environ for name in names):
             continue
-        if slurm.came_with_the_step(names, environ, proc):
+        if is_task and slurm.came_with_the_task(names, environ, proc):
             outside.append(launcher)
         else:
             is_within = True
             yield _checked(_from_launcher(launcher, environ))
-    if slurm.in_step(environ) and not slurm.in_interactive_shell(environ, proc):
+    if is_task and not slurm.in_interactive_shell(environ, proc):
         started = process(environ.get("SLURM_TASK_PID") or "none", proc)
         if not is_within or (started is not None and started.name not in DAEMONS):
             yield _checked(_from_step(environ, proc))

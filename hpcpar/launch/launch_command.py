@@ -26,7 +26,7 @@ from hpcpar.launch.bootstrap.secret import VARIABLE as SECRET
 from hpcpar.launch.crosscheck import SRUN_OPTION
 from hpcpar.launch.environment import detect
 from hpcpar.launch.hosts import Host, HostOptions
-from hpcpar.launch.processes import ask
+from hpcpar.launch.processes import PROC, ask
 from hpcpar.launch.settings import ASKED_RANKS
 from hpcpar.units import as_timeout
 
@@ -61,6 +61,7 @@ class LaunchOptions:
     interfaces         network interfaces for MPI's traffic; empty: its choice
     start_limit_s      how long srun may wait for its nodes; None: as long as it takes
     output_directory   where each rank's output goes, in files of its own; None: to ours
+    appends            to the files there, for they are an earlier attempt's
     variables          set in the ranks' environment
     """
 
@@ -70,6 +71,7 @@ class LaunchOptions:
     interfaces: tuple[str, ...] = ()
     start_limit_s: float | None = None
     output_directory: str | None = None
+    appends: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -97,7 +99,8 @@ def prepare(
     program = program_for(argv, which, executable)
     if options.output_directory is not None:
         directory = os.path.abspath(options.output_directory)
-        program = [executable, "-m", "hpcpar.launch.redirect", directory, *program]
+        words = ["--append"] * options.appends
+        program = [executable, "-m", "hpcpar.launch.redirect", *words, directory, *program]
     info = detect(environ)
     if info.size > 1:
         raise LaunchError(
@@ -118,6 +121,7 @@ def prepare(
         own_words = srun_words(n, environ, library, offered)
         # srun hands it to the ranks, and nobody else sees it: no file in the home directory is needed.
         variables[SECRET] = environ.get(SECRET) or secrets.token_hex(32)
+        variables |= {} if options.hosts else slurm.cores_per_task(n, environ)
     else:
         own_words = ["-n", str(n)]
         options = within_allocation(n, path, options, environ)
@@ -238,7 +242,7 @@ def srun_words(
     # Where srun has no such plugin, hpcpar connects an MPICH's ranks itself.
     if option and (offered is None or plugin in offered) and not _is_chosen(plugin, environ):
         words.append(option)
-    if "SLURM_STEP_ID" in environ:
+    if slurm.in_step(environ):
         # We are in a step ourselves (`srun --pty bash`), which holds all of the job's cores.
         words.append("--overlap")
     return words
@@ -266,7 +270,11 @@ def words_for(
     found = HostOptions()
     if options.hosts:
         nodes = slurm.host_names(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else ()
-        found = host_lists.host_options(kind, host_lists.place(options.hosts, n), directory, nodes)
+        placed = host_lists.place(options.hosts, n)
+        here = nodes[0] if len(nodes) == 1 else environ.get("SLURMD_NODENAME", "")
+        if kind == "srun" and here in nodes:
+            placed = tuple(replace(host, name=here) if host.name == "localhost" else host for host in placed)
+        found = host_lists.host_options(kind, placed, directory, nodes)
     if kind == "openmpi" and (options.hosts or options.variables):
         names = sorted(name for name in {*environ, *options.variables} if name.startswith(SENT))
         words += tuple(word for name in names for word in ("-x", name))
@@ -276,8 +284,14 @@ def words_for(
 # The environment
 
 
-def launcher_environ(environ: Mapping[str, str], by_srun: bool, options: LaunchOptions) -> dict[str, str]:
+def launcher_environ(
+    environ: Mapping[str, str], by_srun: bool, options: LaunchOptions, proc: Path = PROC
+) -> dict[str, str]:
     """Return the caller's environment without variables by which a launcher would ignore its options."""
+    binding = {"SLURM_STEP_ID", "SLURM_CPU_BIND"}
+    if binding <= environ.keys() and slurm.came_with_the_task(binding, environ, proc):
+        # The cores of the task that we are in, or were submitted by: srun would put all ranks on them.
+        environ = {name: value for name, value in environ.items() if name != "SLURM_CPU_BIND"}
     if by_srun:
         left_out = AGAINST_THE_REQUEST + (PLACES_OF_THE_JOB if options.hosts else ())
         kept = {name: value for name, value in environ.items() if name not in left_out}

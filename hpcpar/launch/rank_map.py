@@ -34,7 +34,8 @@ class RankBinding:
     allowed       cores that it might be bound to: what its control group grants
     granted       how many cores of the node the launcher says that it has for the job; None: it does not
     gpus          devices that the rank sees, as they are named to it
-    node_gpus     devices of the node that the job has, as Slurm names them; () where nobody tells
+    node_gpus     devices that the step has on the node, or this task of it, as Slurm names them; () where
+                  nobody tells
     omp_threads   OMP_NUM_THREADS, "" where it is not set
     """
 
@@ -158,7 +159,7 @@ def _gpu_facts(ranks: Sequence[RankBinding]) -> str:
     taken = [place.gpus[i % len(place.gpus)] for i, place in enumerate(ranks) if place.gpus]
     if not taken:
         return ""
-    of_node = ranks[0].node_gpus
+    of_node = tuple(dict.fromkeys(name for place in ranks for name in place.node_gpus))
     if {place.gpus for place in ranks} == {("0",)} and len(of_node) >= len(ranks):
         # In a control group of its own each rank's only device is number 0.
         taken = list(of_node[: len(ranks)])

@@ -1,4 +1,4 @@
-"""Run a program with its output in files: `python -m hpcpar.launch.redirect DIRECTORY program …`.
+"""Run a program with its output in files: `python -m hpcpar.launch.redirect [--append] DIRECTORY program …`.
 
 Rank 3 of 12 writes DIRECTORY/rank.03/stdout and DIRECTORY/rank.03/stderr, whatever the launcher.
 """
@@ -31,12 +31,13 @@ def make_directory(directory: str | Path) -> None:
 
 def main(words: Sequence[str]) -> None:
     """Point standard output and error at this rank's files, then become the program."""
-    directory, *program = words
+    appends = words[0] == "--append"
+    directory, *program = words[appends:]
     info = detect()
     own = rank_directory(directory, info.rank, info.size)
     try:
         make_directory(own)
-        files = [_opened(own / name) for name in ("stdout", "stderr")]
+        files = [_opened(own / name, os.O_APPEND if appends else os.O_TRUNC) for name in ("stdout", "stderr")]
     except LaunchError as error:
         sys.exit(f"hpcpar run: rank {info.rank}: {error}")
     launchers = os.dup(sys.stderr.fileno())  # closed by the program's start
@@ -50,9 +51,9 @@ def main(words: Sequence[str]) -> None:
         sys.exit(f"hpcpar run: rank {info.rank}: {program[0]} cannot be started ({error.strerror})")
 
 
-def _opened(path: Path) -> int:
+def _opened(path: Path, how: int) -> int:
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o644)
     except OSError as error:
         raise LaunchError(
             f"{path} cannot be written ({error.strerror}): name another directory with --output-filename"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from hpcpar.errors import ConfigError, LaunchError
@@ -143,6 +144,7 @@ class Settings:
 
         patience_s   timeout_s where the environment does not say
         """
+        _refuse_misspelt(environ)
         return cls(
             check=flag(environ, "HPCPAR_CHECK", False),
             timeout_s=seconds(environ, "HPCPAR_TIMEOUT_S", patience_s),
@@ -154,6 +156,16 @@ class Settings:
             devices=choice(environ, "HPCPAR_DEVICES", DEVICE_PATHS),
             stall_warn_s=seconds(environ, "HPCPAR_STALL_WARN_S", 60.0),
         )
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that is nearly one of ours; what it asks for would not be done."""
+    known = [name.removeprefix("HPCPAR_") for name in (*VARIABLES, *INTERNAL)]
+    for name in environ:
+        own = name.removeprefix("HPCPAR_")
+        meant = [] if own in (name, *known) else get_close_matches(own, known, 1, 0.8)
+        if meant:
+            raise ConfigError(f"{name} has no effect: say HPCPAR_{meant[0]} if that is meant, or unset it")
 
 
 COMMON = {

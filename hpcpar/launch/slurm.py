@@ -3,6 +3,7 @@
 Only `SLURM_STEP_*` describe the step at hand; `SLURM_NTASKS_PER_NODE`, `SLURM_NODELIST` and
 `SLURM_JOB_NODELIST` are the job's and stale in a step that uses a part of it. A process is a task
 of a step if and only if `SLURM_STEP_ID` is set: a batch script's shell has `SLURM_PROCID=0`, too.
+But for a batch script that a task has submitted: sbatch hands it that task's `SLURM_STEP_*`.
 
 source   recorded from Slurm 22.05: block, cyclic, uneven and heterogeneous steps
 """
@@ -22,6 +23,7 @@ from hpcpar.launch.processes import PROC, process
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 _HET_JOB_IDS = "SLURM_JOB_ID_HET_GROUP_"
+_BATCH_DAEMON = re.compile(r"slurmstepd: \[\S+\.batch\]")
 _INTERACTIVE_STEP = str(0xFFFFFFFA)
 """The step that is the shell of `salloc`, where a site has it on one of the job's nodes."""
 
@@ -108,17 +110,25 @@ def _numbers(ranges: str, text: str) -> list[str]:
     return numbers
 
 
-def in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a task that srun started."""
-    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
+def in_step(environ: Mapping[str, str], proc: Path = PROC) -> bool:
+    """Return whether this process is a task that srun started, or a child of one."""
+    names = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"}
+    return names <= environ.keys() and not in_batch_script(environ, proc)
 
 
-def came_with_the_step(names: Collection[str], environ: Mapping[str, str], proc: Path) -> bool:
-    """Return whether this step's task was started with these variables: nobody inside of it set them.
+def in_batch_script(environ: Mapping[str, str], proc: Path) -> bool:
+    """Return whether this process is a batch script's, where a step's variables are the submitter's."""
+    script = process(environ.get("SLURM_TASK_PID") or "none", proc)
+    daemon = process(script.parent, proc) if script else None
+    return daemon is not None and _BATCH_DAEMON.match(daemon.title) is not None
 
-    The task is this process, or one that this process descends from (a shell, a launcher's daemon).
+
+def came_with_the_task(names: Collection[str], environ: Mapping[str, str], proc: Path) -> bool:
+    """Return whether srun's task, or a batch script, was started with these: nobody inside of it set them.
+
+    It is this process, or one that this process descends from (a shell, a launcher's daemon).
     """
-    if not in_step(environ) or not environ.get("SLURM_TASK_PID", "").isdigit():
+    if not environ.get("SLURM_TASK_PID", "").isdigit():
         return False
     try:
         started = (proc / environ["SLURM_TASK_PID"] / "environ").read_bytes().split(b"\0")
@@ -134,7 +144,7 @@ def in_interactive_shell(environ: Mapping[str, str], proc: Path) -> bool:
     session of; what a script starts has no terminal, or stays in the leader's group.
     """
     task_pid = environ.get("SLURM_TASK_PID", "")
-    if not in_step(environ) or not task_pid.isdigit():
+    if not in_step(environ, proc) or not task_pid.isdigit():
         return False
     here = process("self", proc)
     if here is None or here.pid == int(task_pid):  # a task is a rank, on a terminal or not
@@ -208,7 +218,7 @@ def _of_this_step(job_and_step: str, environ: Mapping[str, str]) -> bool:
 def forgotten_srun(environ: Mapping[str, str], proc: Path = PROC) -> str | None:
     """Return a hint for a process in a Slurm job of several tasks that srun has not started."""
     typed = in_interactive_shell(environ, proc)
-    in_own_step = in_step(environ) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP and not typed
+    in_own_step = in_step(environ, proc) and environ["SLURM_STEP_ID"] != _INTERACTIVE_STEP and not typed
     if "SLURM_JOB_ID" not in environ or in_own_step:
         return None
     tasks = job_tasks(environ)
@@ -255,6 +265,18 @@ def require_cores(n: int, environ: Mapping[str, str]) -> None:
             f"fewer, ask sbatch or salloc for more, or have several on a core by naming hosts with their "
             f"slots, as in `hpcpar run -H node1:{n} …`"
         )
+
+
+def cores_per_task(n: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which srun, from 22.05 on, gives each of n tasks the job's --cpus-per-task.
+
+    Nothing where so many do not fit: the job may have fewer tasks, or the number be another job's.
+    """
+    cores, listed = environ.get("SLURM_CPUS_PER_TASK", ""), environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+    if not cores.isdigit() or not listed or "SRUN_CPUS_PER_TASK" in environ:
+        return {}
+    room = sum(count // max(1, int(cores)) for count in task_counts(listed))
+    return {"SRUN_CPUS_PER_TASK": cores} if n <= room else {}
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:

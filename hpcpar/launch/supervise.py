@@ -80,7 +80,8 @@ def run(
         require_script(argv)
     again = Restarts(restarts, say, is_here=is_here)
     while True:
-        attempt = replace(options, variables={**options.variables, **again.variables})
+        variables = {**options.variables, **again.variables}
+        attempt = replace(options, variables=variables, appends=again.done > 0)
         status = _run_once(n, argv, attempt, again, say=say, environ=environ, which=which)
         if status is not None:
             return status

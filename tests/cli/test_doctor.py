@@ -119,12 +119,15 @@ ILLS: dict[str, tuple[JobFacts, str, str, bool]] = {
         "at most 2",
         False,
     ),
-    "forgotten srun": (
+    "forgotten launcher": (
         replace(
-            job(rank(0)), info=RankInfo(0, 1, 0, 1, 0, None, "single", "none", "Slurm job 1 has 4 tasks")
+            job(rank(0)),
+            info=RankInfo(
+                0, 1, 0, 1, 0, None, "single", "none", "PBS job 1 has 4 slots; start it with mpiexec"
+            ),
         ),
-        "Slurm job 1 has 4 tasks",
-        "srun",
+        "PBS job 1 has 4 slots",
+        "start it with mpiexec",
         True,
     ),
     "alone": (job(rank(0)), "one process", "hpcpar run -n 2", False),
@@ -146,6 +149,15 @@ ILLS: dict[str, tuple[JobFacts, str, str, bool]] = {
             awareness=CudaAwareness(True, source="two ranks tried it"),
         ),
         "4 ranks of this node share 2 GPUs",
+        "one rank per GPU",
+        False,
+    ),
+    "one GPU for two": (
+        replace(
+            job(*(rank(r, torch=TorchFacts("2.13.0", 1, 1), gpu="a1") for r in range(2))),
+            awareness=CudaAwareness(True, source="two ranks tried it"),
+        ),
+        "2 ranks of this node share 1 GPU:",
         "one rank per GPU",
         False,
     ),

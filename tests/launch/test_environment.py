@@ -119,6 +119,16 @@ def test_the_shell_of_a_batch_script_is_one_process_and_gets_a_hint() -> None:
     assert "srun" in info.hint
 
 
+def test_a_batch_script_that_a_rank_has_submitted_is_not_that_rank(tmp_path: Path) -> None:
+    script = STEP | variables("SLURM_JOB_ID=8 SLURM_PROCID=0 SLURM_NTASKS=3 SLURM_TASK_PID=35")
+    add_process(tmp_path, 31, "slurmstepd", title="slurmstepd: [8.batch]")
+    add_process(tmp_path, 35, "slurm_script", parent=31, environ=script)
+    info = detect(script, tmp_path)
+    assert (info.rank, info.size, info.launcher) == (0, 1, "single")
+    assert "`hpcpar run -n 3 …`" in str(info.hint)
+    assert [claim.launcher for claim in claims(script | OPENMPI, tmp_path)] == ["openmpi"]
+
+
 # As recorded in the shell of `salloc -N2 --ntasks-per-node=2` with LaunchParameters=use_interactive_step.
 SALLOC_SHELL = variables(
     "SLURM_JOB_ID=2 SLURM_NTASKS=4 SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_LOCALID=0 "

@@ -26,6 +26,7 @@ from hpcpar.launch.launch_command import (
     words_for,
 )
 from tests.command import write_script
+from tests.launch.proc_tree import add_process
 
 PYTHON = "/venv/bin/python"
 SLURM = {"SLURM_JOB_ID": "12"}
@@ -211,6 +212,20 @@ def test_hosts_and_interfaces_are_said_in_the_launchers_words() -> None:
     assert words_of("mpich", 3, LaunchOptions()) == ()
 
 
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        ({"SLURM_JOB_NODELIST": "n7"}, "n7"),
+        ({"SLURM_JOB_NODELIST": "n[7-8]", "SLURMD_NODENAME": "n8"}, "n8"),
+        ({"SLURM_JOB_NODELIST": "n[7-8]"}, "localhost"),
+    ],
+    ids=["the only node", "the node of the script", "unknown"],
+)
+def test_srun_is_told_localhost_by_slurms_name(job: dict[str, str], name: str) -> None:
+    options = LaunchOptions(hosts=(Host("localhost", 2),))
+    assert words_of("srun", 2, options, job)[0] == f"--nodelist={name}"
+
+
 def test_open_mpi_is_told_what_ranks_on_other_hosts_need_of_the_environment() -> None:
     options = LaunchOptions(hosts=(Host("a", 2),), variables={"HOROVOD_CYCLE_TIME": "2"})
     words = words_of("openmpi", 2, options, {"PATH": "/bin", "HOME": "/root", "HPCPAR_CHECK": "1"})
@@ -340,6 +355,23 @@ def test_srun_does_not_see_what_the_job_says_against_the_request() -> None:
     placed = SLURM | {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "x", "SLURM_NTASKS_PER_NODE": "1"}
     assert launcher_environ(placed, True, NO_OPTIONS) == placed
     assert launcher_environ(placed, True, LaunchOptions(hosts=(Host("a", 2),))) == SLURM
+
+
+def test_a_step_of_several_cores_for_each_task_keeps_them(in_allocation: Mapping[str, str]) -> None:
+    job = {**in_allocation, "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_CPUS_PER_NODE": "8"}
+    assert in_words(job, "srun")[1]["SRUN_CPUS_PER_TASK"] == "4"
+    assert "SRUN_CPUS_PER_TASK" not in in_words(job, "mpiexec")[1]
+
+
+@pytest.mark.parametrize("by_srun", [True, False], ids=["srun", "mpiexec"])
+def test_ranks_are_not_bound_to_the_cores_of_the_shell_that_starts_them(
+    by_srun: bool, tmp_path: Path
+) -> None:
+    task = STEP | {"SLURM_TASK_PID": "391", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1"}
+    add_process(tmp_path, 391, "bash", environ=task)
+    assert "SLURM_CPU_BIND" not in launcher_environ(task, by_srun, NO_OPTIONS, tmp_path)
+    own = task | {"SLURM_CPU_BIND": "cores"}
+    assert launcher_environ(own, by_srun, NO_OPTIONS, tmp_path)["SLURM_CPU_BIND"] == "cores"
 
 
 def test_the_srun_inside_of_an_mpiexec_brings_no_pmi_and_shares_the_cores_of_our_step() -> None:

@@ -81,6 +81,11 @@ def test_gpus_are_told_by_what_each_rank_takes(
     assert RankMap((place,)).lines()[0].endswith(f"cores 0-1 (1 each), {told}")
 
 
+def test_gpus_of_tasks_that_slurm_tells_of_their_own_alone_are_not_shared() -> None:
+    tasks = (RankBinding(i, (i,), gpus=("0",), node_gpus=(gpu,)) for i, gpu in enumerate("23"))
+    assert NodeRanks(0, "gpu001", tuple(tasks)).facts() == "cores 0-1 (1 each), GPUs 2-3 (one each)"
+
+
 def test_a_thousand_equal_nodes_take_two_lines() -> None:
     nodes = tuple(node(i, QUARTERS) for i in range(1000))
     assert RankMap(nodes).lines() == [

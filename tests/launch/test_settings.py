@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,16 @@ CUDA_AWARE=2 CUDA_AWARE=, CUDA_AWARE=point_to_point,allreduce DEVICES=all
 def test_a_value_that_is_not_understood_is_an_error_that_names_the_variable(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"HPCPAR_{wrong.partition('=')[0]}"):
         Settings.from_environ(variables(f"HPCPAR_{wrong}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("HPCPAR_TIMOUT_S", "HPCPAR_TIMEOUT_S"), ("HPCPAR_CHECKED", "HPCPAR_CHECK"), ("HPCPAR_MINE", None)],
+    ids=["letter", "ending", "another's"],
+)
+def test_a_variable_that_is_nearly_one_of_ours_is_not_passed_over(name: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"say {meant} ") if meant else nullcontext():
+        Settings.from_environ({name: "1"})
 
 
 def test_the_users_own_tuning_file_is_where_settings_are_kept() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpcpar.errors import ConfigError, LaunchError
 from hpcpar.launch.slurm import (
+    cores_per_task,
     forgotten_srun,
     host_names,
     in_step,
@@ -244,3 +245,11 @@ def test_an_mpiexec_is_not_asked_for_more_ranks_than_the_job_has_cores() -> None
         require_cores(6, job)
     require_cores(6, job | {"SLURM_OVERCOMMIT": "1"})
     require_cores(6, {"SLURM_JOB_ID": "7"})
+
+
+def test_a_step_has_the_jobs_cores_for_each_task_unless_so_many_do_not_fit() -> None:
+    job = {"SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_CPUS_PER_NODE": "8,6"}
+    assert cores_per_task(3, job) == {"SRUN_CPUS_PER_TASK": "4"}
+    assert cores_per_task(4, job) == {}
+    assert cores_per_task(3, job | {"SRUN_CPUS_PER_TASK": "2"}) == {}
+    assert cores_per_task(3, {"SLURM_JOB_CPUS_PER_NODE": "8,6"}) == {}

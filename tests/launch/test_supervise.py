@@ -112,6 +112,19 @@ def start(launcher: Which, n: int, code: str, say: Say = lambda line: None, **va
     return run(n, ["-c", code], say=say, environ={**plain_environ(), **variables}, which=launcher)
 
 
+def test_a_restart_keeps_what_the_attempt_before_it_has_written(launcher: Which, tmp_path: Path) -> None:
+    code = "import sys; print('told'); sys.exit('why')"
+    options = LaunchOptions(output_directory=str(tmp_path / "out"))
+    for _ in range(2):  # the second run begins anew
+        started = run(
+            1, ["-c", code], options, restarts=1, say=print, environ=plain_environ(), which=launcher
+        )
+        assert started == 1
+        own = tmp_path / "out" / "rank.0"
+        assert (own / "stdout").read_text() == 2 * "told\n"
+        assert (own / "stderr").read_text() == 2 * "why\n"
+
+
 def test_a_run_says_its_command_and_returns_the_programs_status_or_signal(launcher: Which) -> None:
     said: list[str] = []
     code = "import os, sys; sys.exit(0 if os.path.isdir(os.environ['HPCPAR_RUN_DIRECTORY']) else 5)"

@@ -183,6 +183,13 @@ def test_an_mpiexec_in_each_task_of_a_step_is_refused(start: Start, nodes: int) 
     assert_refused(done, "srun started 2 tasks, and each of them an mpiexec of its own")
 
 
+def test_a_job_that_a_rank_has_submitted_starts_ranks_of_its_own(start: Start, scripts: Path) -> None:
+    submit = "sbatch --wait -n2 --output=next --wrap='hpcpar run -n 2 rank.py'"
+    done = start(f"srun -n2 sh -c {shlex.quote(f'test $SLURM_PROCID = 1 || {submit}')}")
+    done.stdout += (scripts / "next").read_text()
+    assert_ranks(done, 2)
+
+
 # Nothing left to tell
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpcpar import cuda_wheels
 from hpcpar.cli.start_times import StartTimes
 from hpcpar.launch import cuda_aware, shared_space
+from hpcpar.launch.binding import gpu_for
 from hpcpar.launch.bootstrap.pmi_selection import library_version, loaded_libraries
 from hpcpar.launch.crosscheck import library_name
 from hpcpar.launch.cuda_aware import CudaAwareness
@@ -45,7 +46,7 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's host, cores, torch and start times."""
+    """One rank's host, cores, torch and start times; `gpu` tells its device from others, "" where unknown."""
 
     rank: int
     node: int
@@ -54,6 +55,7 @@ class RankFacts:
     torch: TorchFacts
     shared_memory_nbytes: int | None
     start: StartTimes = NOT_TIMED
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,21 @@ def rank_facts(world: Communicator, start: StartTimes) -> RankFacts:
         torch=torch_facts(),
         shared_memory_nbytes=shared_space.size_nbytes(),
         start=start,
+        gpu=gpu_identity(world),
     )
+
+
+def gpu_identity(world: Communicator) -> str:
+    """Return the UUID of this rank's GPU; "" without one, or where CUDA's driver does not know it."""
+    from hpcpar.errors import CudaError
+    from hpcpar.transport.gpu.cuda_driver import driver
+
+    here = [rank for rank, node in enumerate(world.nodes) if node == world.nodes[world.rank]]
+    try:
+        ordinal = gpu_for(here.index(world.rank), driver().device_count(), len(here))
+        return "" if ordinal is None else driver().identity(ordinal)
+    except CudaError:
+        return ""
 
 
 def torch_facts() -> TorchFacts:

@@ -55,7 +55,8 @@ def _judge_torch(job: JobFacts) -> Iterator[Finding]:
 
 def _judge_start(job: JobFacts) -> Iterator[Finding]:
     if job.info.hint:
-        yield Finding(job.info.hint, "start it with srun", wrong=True)
+        found, _, do = job.info.hint.partition("; ")
+        yield Finding(found, do, wrong=True)
     elif job.size == 1:
         do = "`hpcpar run -n 2 -m hpcpar doctor` tries two"
         yield Finding("this is one process, so nothing travelled", do)
@@ -85,7 +86,8 @@ def _judge_nodes(job: JobFacts) -> Iterator[Finding]:
 
 def _judge_gpus(job: JobFacts) -> Iterator[Finding]:
     for ranks in by_node(job.ranks).values():
-        warning = binding.gpu_sharing_warning(ranks[0].torch.gpus, len(ranks))
+        taken = [facts.gpu for facts in ranks]
+        warning = binding.gpu_sharing_warning(ranks[0].torch.gpus, len(ranks), taken if all(taken) else None)
         if warning:
             yield Finding(warning, "one rank per GPU")
     if any(facts.torch.gpus for facts in job.ranks) and not job.awareness.point_to_point:
