@@ -331,11 +331,12 @@ class Engine:
     def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
         """Operations that not all ranks have asked for, for the stall inspector."""
         negotiation = self._rounds.negotiation
-        for name in negotiation.heard:
-            asked_s = self._open[name].asked_s if name in self._open else 0.0
+        for name, asked in negotiation.heard.items():
+            own = self._open.get(name)
+            since_s = asked.since_s if own is None else min(asked.since_s, own.asked_s)
             late = self.not_asking_for(name)
             if late:
-                yield name, asked_s, late
+                yield name, since_s, late
         others = tuple(rank for rank in missing if rank in self._comm.world_ranks)
         for name in negotiation.unanswered if others else ():
             yield name, self._open[name].asked_s, others

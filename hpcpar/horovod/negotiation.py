@@ -19,6 +19,7 @@ Pure: no communication happens here, so that all of it can be tested in one proc
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,14 @@ class Proposal:
     joined: bool
 
 
+class Asked(dict[int, TensorRequest]):
+    """What each rank has asked for under one name, heard of since `since_s`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since_s = time.perf_counter()
+
+
 class Negotiation:
     """One rank's copy of the table of requests, equal on all ranks.
 
@@ -146,7 +155,7 @@ class Negotiation:
         self._is_joined = self._told_joined = False
         self.joined: set[int] = set()
         self.last_joined: int | None = None
-        self.heard: dict[str, dict[int, TensorRequest]] = {}
+        self.heard: dict[str, Asked] = {}
 
     @property
     def has_news(self) -> bool:
@@ -207,7 +216,7 @@ class Negotiation:
         self._told = {}
         for rank, told in enumerate(proposals):
             for request in told.requests:
-                self.heard.setdefault(request.name, {})[rank] = request
+                self.heard.setdefault(request.name, Asked())[rank] = request
             if told.joined and rank not in self.joined:
                 self.joined.add(rank)
                 self.last_joined = rank

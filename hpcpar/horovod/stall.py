@@ -25,7 +25,7 @@ class Watched(Protocol):
     """The part of an engine that the inspector reads."""
 
     def late(self, missing: tuple[int, ...]) -> Iterable[tuple[str, float, tuple[int, ...]]]:
-        """Operations that not all ranks have asked for: name, when this rank did, world ranks missing.
+        """Operations that not all ranks have asked for: name, since when, world ranks missing.
 
         missing   world ranks that have not answered the last question
         """
@@ -37,8 +37,7 @@ class StallInspector:
     def __init__(self, knobs: HorovodSettings, watched: Watched) -> None:
         self._knobs = knobs
         self._watched = watched
-        self._first_seen_s: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._told: set[tuple[str, float]] = set()
         self._last_s = 0.0
 
     def inspect(self, missing: tuple[int, ...]) -> None:
@@ -52,23 +51,21 @@ class StallInspector:
             return
         self._last_s = now_s
         late = list(self._watched.late(missing))
-        seen = {name: self._first_seen_s.get(name, asked_s or now_s) for name, asked_s, _ in late}
-        self._first_seen_s, self._told = seen, self._told & seen.keys()
         check_s, shutdown_s = self._knobs.stall_check_s, self._knobs.stall_shutdown_s
-        waits = [(now_s - seen[name], name, ranks) for name, _, ranks in late]
-        lost = [(name, ranks) for wait_s, name, ranks in waits if 0 < shutdown_s < wait_s]
-        stalled = [wait for wait in waits if wait[0] > check_s]
+        lost = [(name, ranks) for name, since_s, ranks in late if 0 < shutdown_s < now_s - since_s]
+        stalled = [(name, since_s, ranks) for name, since_s, ranks in late if now_s - since_s > check_s]
         if lost:
             # What is over the limit first may only follow from another wait, which tells the cause.
-            others = [(name, ranks) for wait_s, name, ranks in stalled if wait_s <= shutdown_s]
+            others = [(name, ranks) for name, since_s, ranks in stalled if now_s - since_s <= shutdown_s]
             raise HorovodInternalError(
                 f"not asked for by all ranks within {format_duration(shutdown_s)} "
                 f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {_told(lost)}"
                 + (f". Stalled as well: {_told(others)}" if others else "")
             )
-        fresh = [(name, ranks) for _, name, ranks in stalled if name not in self._told]
+        # A name may come again and again: each time it is another operation, by the time that it waits since.
+        fresh = [(name, ranks) for name, since_s, ranks in stalled if (name, since_s) not in self._told]
+        self._told = {(name, since_s) for name, since_s, _ in stalled}
         if fresh:
-            self._told.update(name for name, _ in fresh)
             log.warning(
                 "stalled for more than %s: %s. Ranks may ask for operations in any order, but all ranks must "
                 "ask for all of them; a rank may also be busy, stopped or dead.",

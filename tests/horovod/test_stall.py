@@ -81,18 +81,20 @@ def test_what_comes_later_is_told_of_by_itself_and_anew_after_it_was_done(clock,
     assert len(messages(caplog)) == 1
 
 
-def test_what_others_asked_for_counts_from_when_it_was_first_seen(clock, caplog):
-    """This rank has not asked: it does not know since when the others wait."""
-    watched = Watched([("theirs", 0.0, (0,))])
-    inspector = StallInspector(HorovodSettings(stall_check_s=2.0), watched)
-    inspector.inspect(())
+def test_operations_of_one_name_are_waits_of_their_own(clock, caplog):
+    """One rank is a little late with each of many operations by the name: none of them has waited long."""
+    watched = Watched()
+    inspector = StallInspector(HorovodSettings(stall_check_s=2.0, stall_shutdown_s=5.0), watched)
+    for _ in range(20):
+        watched.waiting = [("allreduce.loss", clock.s, (1,))]
+        clock.s += 1.0
+        inspector.inspect(())
     assert messages(caplog) == []
-    clock.s += 1.9
-    inspector.inspect(())
-    assert messages(caplog) == []
-    clock.s += 1.0
-    inspector.inspect(())
-    assert len(messages(caplog)) == 1
+    for _ in range(2):
+        watched.waiting = [("allreduce.loss", clock.s, (1,))]
+        clock.s += 3.0
+        inspector.inspect(())
+        assert len(messages(caplog)) == 1
 
 
 def test_the_shutdown_time_ends_the_wait_with_names_and_ranks(clock, caplog):

@@ -5,6 +5,7 @@ model.compile(loss="mse", optimizer=hvd.DistributedOptimizer(keras.optimizers.SG
 model.fit(x_of_this_rank, y_of_this_rank, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 One module for `horovod.keras` and `horovod.tensorflow.keras`, with the longer argument lists of the second.
+Arguments that the two have in different orders go by name.
 """
 
 from __future__ import annotations

@@ -26,17 +26,20 @@ RESULT_HOOK = "_get_metrics_result_or_logs"
 """Method of a Keras model that `fit` and `evaluate` call once, when an epoch's batches are done."""
 
 
-def average_from_now_on(model: keras.Model, of: Literal["fit", "evaluate"]) -> None:
+def average_from_now_on(
+    model: keras.Model, of: Literal["fit", "evaluate"], *, validation: bool = True
+) -> None:
     """Let this model's results be computed over all ranks, until `average_no_longer`.
 
-    of   "fit": what `fit` itself asks for, its validation included, but not an `evaluate` that a callback of
-         one rank may call; "evaluate": what `evaluate` asks for
+    of          "fit": what `fit` itself asks for, but not an `evaluate` that a callback of one rank may call;
+                "evaluate": what `evaluate` asks for
+    validation  of `fit`, too: all ranks validate
     """
 
     def result(logs: dict[str, Any]) -> dict[str, Any]:
         asking = sys._getframe(1)
         is_validation = asking.f_locals.get("use_cached_eval_dataset", False)
-        if asking.f_code.co_name == of or is_validation:
+        if asking.f_code.co_name == of or (validation and is_validation):
             return results_over_ranks(model, logs)
         own: dict[str, Any] = getattr(type(model), RESULT_HOOK)(model, logs)
         return own

@@ -71,7 +71,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         local = {id(variable) for variable in self._local}
         # Not `model.variables`: the states of random generators may differ, as dropout on ranks should.
         variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in local]
-        broadcast_parameters([(v.path, v.value) for v in variables], self.root_rank)
+        # Without paths: Keras numbers layers as they are made, and a rank may have made more.
+        broadcast_parameters([variable.value for variable in variables], self.root_rank)
         self.broadcast_done = True
 
 

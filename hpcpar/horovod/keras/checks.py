@@ -4,6 +4,7 @@ in the first step    the same samples on every rank: a warning
                      another learning rate on one rank: MismatchError on all
                      one file written by every rank (ModelCheckpoint, ...): rank 0 alone writes it
 at epochs' ends      metrics over all ranks' samples, for EarlyStopping, ReduceLROnPlateau, the history
+                     validation on some ranks alone: its results are each rank's own
                      one rank stops: all stop
                      another learning rate on one rank: MismatchError on all
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ import keras
 import torch
 
 from hpcpar.errors import MismatchError
-from hpcpar.horovod.keras.averaged_metrics import average_from_now_on, average_no_longer, is_averaged
+from hpcpar.horovod.keras.averaged_metrics import average_from_now_on, average_no_longer
 from hpcpar.horovod.keras.callbacks import Logs, learning_rates
 from hpcpar.horovod.keras.data import DataShard, digest
 from hpcpar.horovod.process_sets import ProcessSet
@@ -56,9 +57,12 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
         return
     _refuse_ignored_arguments(running)
     writers = _writers(callbacks)
-    own = (digest(running["data"]), learning_rates(optimizer), [path for _, path in writers])
+    # Of Keras's callbacks this one alone stops within an epoch, and on the rank alone whose loss is NaN.
+    stops = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks.callbacks)
+    given = (digest(running["data"]), learning_rates(optimizer), [path for _, path in writers])
+    own = (*given, stops, running["validation_data"] is not None)
     of_ranks = allgather_object(own, "keras.checks.first_step")
-    digests, rates, paths = zip(*of_ranks, strict=True)
+    digests, rates, paths, stop, validate = zip(*of_ranks, strict=True)
     require_same_rates(rates)
     if len(set(digests)) == 1 < size() and rank() == 0:
         warnings.warn(
@@ -71,9 +75,8 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
         for callback, path in writers:
             if path in paths[0]:
                 callbacks.callbacks.remove(callback)
-    if not is_averaged(running["self"]):
-        average_from_now_on(running["self"], "fit")
-    checks = FitChecks(optimizer, callbacks.callbacks)
+    average_from_now_on(running["self"], "fit", validation=all(validate))
+    checks = FitChecks(optimizer, any(stop))
     checks.set_model(running["self"])
     callbacks.callbacks.append(checks)  # the last, so that it knows what all others have decided
 
@@ -81,15 +84,14 @@ def check_fit(optimizer: keras.optimizers.Optimizer, process_set: ProcessSet) ->
 class FitChecks(keras.callbacks.Callback):  # type: ignore[misc]
     """Let all ranks stop together, and train with one learning rate. Collective at the end of each epoch.
 
-    optimizer   whose learning rate is compared
-    others      callbacks of the same `fit`
+    optimizer           whose learning rate is compared
+    stops_within_epoch  on any rank, by a callback there
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, others: Sequence[Any]) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, stops_within_epoch: bool) -> None:
         super().__init__()
         self.optimizer = optimizer
-        # Of Keras's callbacks this one alone stops within an epoch, and on the rank alone whose loss is NaN.
-        self.stops_within_epoch = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in others)
+        self.stops_within_epoch = stops_within_epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self.stops_within_epoch:

@@ -50,7 +50,7 @@ class VariablesHandler(StateHandler):
     def sync(self) -> None:
         # A model's `weights`: states of random generators stay each rank's own.
         shared = getattr(self.value, "weights", None) or self.value.variables
-        broadcast_parameters([(f"{i}.{v.path}", v.value) for i, v in enumerate(shared)], ROOT)
+        broadcast_parameters([variable.value for variable in shared], ROOT)
 
     def reset(self) -> None:
         held: list[Any] = [self.value, getattr(self.value, "inner_optimizer", None)]

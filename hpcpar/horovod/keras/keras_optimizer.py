@@ -35,6 +35,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts use
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: int = Average,
+    *,
     num_groups: int = 0,
     groups: Any = None,
     backward_passes_per_step: int = 1,

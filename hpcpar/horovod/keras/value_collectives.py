@@ -112,8 +112,7 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
         )
     distinct = {id(variable): variable for each in models for variable in _variables_of(each)}
     # Not by their paths: Keras numbers layers and optimizers as they are made, and a rank may have made more.
-    named = [(str(index), variable.value) for index, variable in enumerate(distinct.values())]
-    broadcast_parameters(named, root_rank)
+    broadcast_parameters([variable.value for variable in distinct.values()], root_rank)
 
 
 def _variables_of(model: Any) -> Iterable[Any]:

@@ -35,7 +35,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     errors   ValueError for anything else; HorovodInternalError on every rank when names, shapes or dtypes
              differ between ranks
 
-    Any dtype and memory layout; all tensors are under way at once.
+    Any dtype, and dense in any order of memory; all tensors are under way at once.
     """
     named = _named(params)
     require_same("broadcast_parameters", [_described(name, tensor) for name, tensor in named])
@@ -150,10 +150,11 @@ def _named(params: Any) -> list[Named]:
             f"list(model.named_parameters())"
         )
     for name, tensor in pairs:
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        if tensor is not None and kind is not torch.strided:
             raise ValueError(
-                f"invalid params: {name!r} is of type {type(tensor).__name__}, where broadcast_parameters "
-                f"needs a tensor; send other values by broadcast_object"
+                f"invalid params: {name!r} is of type {kind}, where broadcast_parameters needs a dense "
+                f"tensor; send other values by broadcast_object"
             )
     return [(str(name), tensor) for name, tensor in pairs if tensor is not None]
 

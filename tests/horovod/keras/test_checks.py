@@ -169,6 +169,20 @@ def test_evaluate_by_one_rank_within_a_fit_waits_for_nobody() -> None:
     assert len(results) == (2 if hvd.rank() == 0 else 0)
 
 
+def test_callbacks_and_validation_of_one_rank_alone_wait_for_nobody() -> None:
+    hooks, options = [], {}
+    if hvd.rank() == 0:
+        hooks = [keras.callbacks.TerminateOnNaN(), keras.callbacks.EarlyStopping(patience=0)]
+        options = {"validation_data": (X[:5], Y[:5])}
+    model = network(lr=0.0)
+    history, _ = fitted(model, *hooks, epochs=4, **options)
+    assert len(history["loss"]) == 2  # as rank 0 sees no better val_loss
+    told = allgather_object((history["loss"], "val_loss" in history))
+    assert told == [(told[0][0], rank == 0) for rank in range(hvd.size())]
+    if hvd.rank() == 0:
+        assert history["val_loss"][-1] == pytest.approx(model.evaluate(X[:5], Y[:5], verbose=0)[0])
+
+
 def test_a_second_fit_is_checked_like_the_first() -> None:
     model = network()
     fitted(model, epochs=1)

@@ -93,9 +93,12 @@ def test_other_collections_are_refused(params: Any) -> None:
         hvd.broadcast_parameters(params, root_rank=0)
 
 
-def test_what_is_no_tensor_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'epoch' is of type int"):
-        hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": 3}, root_rank=0)
+@pytest.mark.parametrize(
+    ("value", "kind"), [(3, "int"), (torch.eye(2).to_sparse(), "torch.sparse_coo")], ids=["int", "sparse"]
+)
+def test_what_is_no_dense_tensor_is_refused_by_name(value: Any, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"'epoch' is of type {kind}"):
+        hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": value}, root_rank=0)
 
 
 @pytest.mark.mpi
