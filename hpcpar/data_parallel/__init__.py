@@ -12,7 +12,7 @@ from hpcpar.data_parallel.rank_memory import MemoryReport
 from hpcpar.data_parallel.reducer import Reducer
 from hpcpar.data_parallel.running_statistics import average_running_statistics
 from hpcpar.data_parallel.saved_activations import watch_activations
-from hpcpar.data_parallel.zero3 import fully_shard, summon_full_parameters
+from hpcpar.data_parallel.shard_model import fully_shard, summon_full_parameters
 from hpcpar.planner.traffic import allreduce_nbytes, expected_nbytes
 
 __all__ = [

@@ -61,7 +61,7 @@ def expected_broadcast_nbytes(
     module: nn.Module, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
 ) -> dict[Communicator, int]:
     """Bytes that all ranks of each communicator send in `broadcast_parameters`, by theory."""
-    tensors = _in_memory(module)
+    tensors = [_written_to(tensor) for _, tensor in _everything(module)]
     comms = ReplicaComms(comm, tensors)
     total: Counter[Communicator] = Counter()
     for bucket in _assigned(tensors, bucket_bytes):
@@ -73,17 +73,9 @@ def _everything(module: nn.Module) -> list[Named]:
     return distinct([*module.named_parameters(), *module.named_buffers()])
 
 
-def _in_memory(module: nn.Module) -> list[Tensor]:
-    """All of it, of expanded buffers the one element that they repeat: only that can be written to."""
-    return [_written_to(tensor) for _, tensor in _everything(module)]
-
-
 def _written_to(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, nn.Parameter) else _unexpanded(tensor)
-
-
-def _unexpanded(tensor: Tensor) -> Tensor:
-    for dim, stride in enumerate(tensor.stride()):
+    """Return what can be written to: a tensor, or the one element that an expanded buffer repeats."""
+    for dim, stride in enumerate(() if isinstance(tensor, nn.Parameter) else tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

@@ -153,16 +153,13 @@ def bucket_of(
 
     owners   ranks that own matrices whole, by member: of all members or of none
     """
-    first = extents[members[0]]
-    if shards is not None and owners and members[0] in owners:
+    first, counts = extents[members[0]], None
+    size = 1 if shards is None else shards(first.replicas)
+    if owners and members[0] in owners:
         members = sorted(members, key=lambda member: owners[member])
-        counts = [0] * shards(first.replicas)
-        for member in members:
-            counts[owners[member]] += extents[member].numel
-        edges = offsets([extents[member].numel for member in members])
-        return Bucket(
-            tuple(members), edges, first.itemsize, first.kind, 0, first.replicas, counts=tuple(counts)
+        counts = tuple(
+            sum(extents[member].numel for member in members if owners[member] == rank) for rank in range(size)
         )
     edges = offsets([extents[member].numel for member in members])
-    padding = 0 if shards is None else -edges[-1] % shards(first.replicas)
-    return Bucket(tuple(members), edges, first.itemsize, first.kind, padding, first.replicas)
+    padding = 0 if counts else -edges[-1] % size
+    return Bucket(tuple(members), edges, first.itemsize, first.kind, padding, first.replicas, counts)

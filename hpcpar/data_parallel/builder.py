@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hpcpar.data_parallel.bucket_shards import Piece
-from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.flat_parameters import Block, gather_into_blocks
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
 from hpcpar.data_parallel.guards import (
@@ -252,25 +251,22 @@ class Builder:
                     parameter.data = parameter.data.to(dtype)
             require_castable(self.named, dtype)
         trainable = [parameter for _, parameter in self.named if parameter.requires_grad]
+        tied = set(map(id, self.tied))
         return gather_into_blocks(
             trainable,
-            self._buckets_of(trainable, dtype),
+            bucketed(
+                trainable,
+                dtype=dtype,
+                bucket_bytes=self.options.bucket_bytes,
+                first_bucket_bytes=self.options.first_bucket_bytes,
+                shards=self.comms.shards if self.options.zero_stage else None,
+                groups=[[number for number, parameter in enumerate(trainable) if id(parameter) in tied]],
+                matrices=self.options.matrices,
+            ),
             self.comms,
             dtype=dtype,
             sharded=self.options.zero_stage > 0,
             node_shared=node_shared,
-        )
-
-    def _buckets_of(self, trainable: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Bucket, ...]:
-        tied = set(map(id, self.tied))
-        return bucketed(
-            trainable,
-            dtype=dtype,
-            bucket_bytes=self.options.bucket_bytes,
-            first_bucket_bytes=self.options.first_bucket_bytes,
-            shards=self.comms.shards if self.options.zero_stage else None,
-            groups=[[number for number, parameter in enumerate(trainable) if id(parameter) in tied]],
-            matrices=self.options.matrices,
         )
 
     def _sharded_step(self, reducer: GradientReducer, blocks: Sequence[Block]) -> ShardedStep:

@@ -5,6 +5,7 @@ average_gradients.py   what is read, clipped and stepped on
 state_dict.py          states, whole or by this rank's pieces
 nonfinite.py           whether a step is taken, by whether all gradients are finite
 compare_replicas.py    whether replicas hold the same bits
+step_traffic.py        bytes sent, in theory
 guards.py              what is refused, and why
 """
 
@@ -50,9 +51,10 @@ from hpcpar.data_parallel.sharded_step import ShardedStep, State
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
 from hpcpar.data_parallel.staging import STAGING_BUCKET_BYTES
 from hpcpar.data_parallel.state_dict import OptimizerStates
+from hpcpar.data_parallel.step_traffic import step_traffic
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_of
 from hpcpar.errors import DivergenceError, OffloadError, OperationError
-from hpcpar.planner.traffic import StepCounts, data_parallel_nbytes, maps_nbytes, replicas_nbytes
+from hpcpar.planner.traffic import StepCounts
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -382,7 +384,8 @@ class DistributedOptimizer(Optimizer):
         self._refuse_rivals()
         guards.refuse_untold_copies(reducer, self._options.tied)
         if self.update is not None:
-            guards.refuse_leftovers(reducer, self._named, self._parts.held)
+            frozen = self._parts.held - self._parts.number_of.keys()
+            guards.refuse_thawed(pair for pair in self._named if id(pair[1]) in frozen)
         reducer.synchronize()
         self._averages.arrived()
 
@@ -525,7 +528,7 @@ class DistributedOptimizer(Optimizer):
         except OffloadError as error:
             failure = error
         allgather.start_remaining()  # also after a failure: the other ranks start theirs
-        if update.may_fail:
+        if not update.offload.is_safe:
             self.dp_comm.agree(failure, "keeping the optimizer's state")
         if not self._options.overlap_allgather:
             allgather.wait()
@@ -577,8 +580,7 @@ class DistributedOptimizer(Optimizer):
         root   the only rank that gets it, others an empty one; None: all do
         Master weights are among each parameter's state as "master_weight".
         """
-        if self.update is not None:
-            self._follow_parameters()
+        self._follow_parameters()
         return self._states.state_dict(root)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -599,8 +601,7 @@ class DistributedOptimizer(Optimizer):
 
         A state may be used until the next is asked for.
         """
-        if self.update is not None:
-            self._follow_parameters()
+        self._follow_parameters()
         yield from self._states.own_states()
 
     def load_own_states(
@@ -622,8 +623,7 @@ class DistributedOptimizer(Optimizer):
         "param_groups"   as in `state_dict`
         Nothing is sent. `hpcpar.checkpoint.save` writes what any number of ranks can load, in any stage.
         """
-        if self.update is not None:
-            self._follow_parameters()
+        self._follow_parameters()
         return self._states.sharded_state_dict()
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -735,34 +735,8 @@ class DistributedOptimizer(Optimizer):
         """
         if norms is None:
             norms = 0 if self._options.nonfinite == "step" else 1
-        total: Counter[tuple[Communicator, str]] = Counter()
-        for replicas in self.replica_comms:
-            buckets = [bucket for bucket in self.reducer.buckets if bucket.replicas is replicas]
-            comm, within = self.replica_comms.of(replicas), self.replica_comms.shard_comm(replicas)
-            across = self.replica_comms.across(replicas)
-            nbytes = data_parallel_nbytes(
-                within,
-                buckets,
-                StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads),
-                stage=self.zero_stage,
-                algorithm=self._options.algorithm,
-                dtype=self._options.reduction_dtype,
-                gathered=not self._options.shared_parameters,
-                maps=across is None,
-            )
-            total.update({(within, collective): sent for collective, sent in nbytes.items()})
-            if across is not None:
-                dtype = self._options.reduction_dtype
-                ranges = [bucket.shard_range(within.rank, within.size) for bucket in buckets]
-                lengths = [stop - start for start, stop in ranges]
-                total[across, "allreduce"] += steps * replicas_nbytes(across, buckets, lengths, dtype)
-                total[comm, "allreduce"] += steps * maps_nbytes(comm, buckets)
-        if self.update is not None:
-            for comm, exchanged in self.update.exchange.nbytes_by_comm().items():
-                total[comm, "alltoall"] += steps * exchanged
-        if self._sharding is not None:
-            total.update(self._sharding.expected_traffic(steps, backwards, forwards))
-        return total
+        counts = StepCounts(steps=steps, backwards=backwards, norms=norms, loads=loads)
+        return step_traffic(self._parts, self._options, counts, forwards)
 
     def _note_split_over(self, split_over: SplitOver) -> None:
         parameters = dict(self._named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import in_memory_order, layout_of, view_like
 from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
+
+if TYPE_CHECKING:
+    from hpcpar.comm import Communicator
 
 
 @dataclass(eq=False)
@@ -44,6 +48,14 @@ class Block:
         """
         wide, self.wide = self.wide, None
         return self.held if wide is None else following(wide, self.held)
+
+
+def allocate_flat(numel: int, dtype: torch.dtype, device: torch.device, comm: Communicator) -> Tensor:
+    """Return zeros to send; on CPUs in memory that the node's other ranks can read. Collective."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    flat: Tensor = comm.allocate_shared(numel, dtype)
+    return flat
 
 
 def following(wide: Tensor, held: Tensor) -> Tensor:

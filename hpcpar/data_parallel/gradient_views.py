@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import view_like
 from hpcpar.data_parallel.reduction import Pending
 from hpcpar.errors import OperationError
-
-if TYPE_CHECKING:
-    from hpcpar.comm import Communicator
 
 
 @dataclass(slots=True)
@@ -29,18 +24,9 @@ class BucketState:
 
     bucket: Bucket
     flat: Tensor
-    missing: int
+    missing: int = 0
     handle: Pending | None = None
     version: int = 0
-
-
-def allocate_bucket(bucket: Bucket, like: Tensor, dp_comm: Communicator) -> BucketState:
-    """Return a bucket of zeros; on CPUs in memory that the node's other ranks can read. Collective."""
-    if like.device.type != "cpu":
-        flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
-    else:
-        flat = dp_comm.allocate_shared(bucket.numel, like.dtype)
-    return BucketState(bucket, flat, 0)
 
 
 class GradientViews:

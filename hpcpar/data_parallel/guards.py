@@ -179,12 +179,6 @@ def refuse_untold_copies(reducer: GradientReducer, tied: Container[str]) -> None
             )
 
 
-def refuse_leftovers(reducer: GradientReducer, named: Iterable[Named], held: Container[int]) -> None:
-    """OperationError where a step on shards would leave out what a step on the whole would not."""
-    trained = {id(parameter) for parameter in reducer.parameters}
-    refuse_thawed((name, p) for name, p in named if id(p) not in trained and id(p) in held)
-
-
 def refuse_thawed(frozen: Iterable[Named]) -> None:
     """OperationError for a parameter that was frozen, and has a gradient now."""
     for name, parameter in frozen:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, nested_values
+from hpcpar.data_parallel.parameters import in_memory_order, nested_values
 from hpcpar.errors import OperationError
 
-
-class GradientShards(Protocol):
-    """An optimizer with shards of average gradients."""
-
-    zero_stage: int
-
-    def own_gradient_of(self, parameter: Tensor) -> tuple[OwnPiece, Tensor] | None:
-        """Return this rank's piece of a parameter and its average gradient, flat; None: it has none."""
-
-    def zero_gradient_of(self, parameter: Tensor) -> None:
-        """Leave zeros, to which the next backward adds."""
-
-    def norm_of(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the average gradients of these parameters together. Collective."""
+if TYPE_CHECKING:
+    from hpcpar.data_parallel.average_gradients import AverageGradients
 
 
 class HeldGradient(Tensor):
@@ -36,10 +24,10 @@ class HeldGradient(Tensor):
     """
 
     parameter: Tensor
-    shards: GradientShards
+    shards: AverageGradients
 
     @classmethod
-    def of(cls, parameter: Tensor, shards: GradientShards) -> HeldGradient:
+    def of(cls, parameter: Tensor, shards: AverageGradients) -> HeldGradient:
         """Return one that takes no memory."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -82,7 +70,7 @@ class HeldGradient(Tensor):
     @classmethod
     def total_norm(cls, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm of gradients together, some of them held. Collective over optimizers' ranks."""
-        held: dict[GradientShards, list[Tensor]] = {}
+        held: dict[AverageGradients, list[Tensor]] = {}
         norms: list[Tensor] = []
         for gradient in gradients:
             if type(gradient) is cls:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hpcpar.data_parallel.bucket_shards import Shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.parameters import Layout, agree_on_parameters, distinct, view_as
 from hpcpar.data_parallel.replica_comms import ReplicaComms
-from hpcpar.data_parallel.unit_plan import Place
+from hpcpar.data_parallel.unit_plan import Entry, Place
 from hpcpar.errors import OperationError
 from hpcpar.seeds import parameter_seed
 
@@ -44,10 +45,9 @@ class InitialValues:
 
     def shard(
         self,
-        entries: list[tuple[str, nn.Parameter, list[Place]]],
+        entries: list[Entry],
         bucket: Bucket,
         layouts: Sequence[Layout],
-        places: Sequence[tuple[int, int]],
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
@@ -61,7 +61,7 @@ class InitialValues:
             given = self._values is not None  # by who may fail on one rank alone
             with comm.together("making initial values") if given else nullcontext():
                 for (name, parameter, owners), layout, (start, stop) in zip(
-                    entries, layouts, places, strict=True
+                    entries, layouts, pairwise(bucket.edges), strict=True
                 ):
                     value = self._value(name, parameter, owners)
                     # A value that lies in a file is read where it is copied, and other ranks' parts are not.

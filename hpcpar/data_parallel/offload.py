@@ -1,8 +1,8 @@
 """Offload: memory or files that hold master weights and optimizer states between steps.
 
-    NoOffload   where they were made
-    CpuOffload      in host memory, where the step is done, too, while the parameters are on a GPU
-    DiskOffload     in a file for each block, so that they may be larger than memory
+    Offload       none: where they were made
+    CpuOffload    in host memory, where the step is done, too, while the parameters are on a GPU
+    DiskOffload   in a file for each block, so that they may be larger than memory
 
                disk     read 1      read 2      read 3
                step            step 1      step 2      step 3
@@ -37,7 +37,7 @@ Content = Sequence[tuple[Tensor, dict[str, Any]]]
 
 
 class Offload:
-    """Blocks' masters and states; a block is worked on between `fetch` and `offload`.
+    """Masters and states stay where they were made; a block is worked on between `fetch` and `offload`.
 
     device        where the step is done; None: where the parameters are
     is_resident   whether masters may be the parameters themselves
@@ -66,10 +66,6 @@ class Offload:
 
     peak_nbytes = 0
     """The most bytes of blocks that were in memory at once for a while."""
-
-
-class NoOffload(Offload):
-    """Masters and states stay where they were made."""
 
 
 class CpuOffload(Offload):
@@ -311,7 +307,7 @@ def _explained(path: Path, nbytes: int, error: OSError) -> OffloadError:
 def make_offload(offload: str | Path | None, device: torch.device) -> Offload:
     """Return the offload for None, "cpu" or a directory, and parameters on this device."""
     if offload is None or (offload == "cpu" and device.type == "cpu"):
-        return NoOffload()
+        return Offload()
     if offload == "cpu":
         return CpuOffload()
     return DiskOffload(offload)

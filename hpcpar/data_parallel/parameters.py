@@ -6,6 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,19 +177,9 @@ def watch_gradients(parameters: Sequence[Tensor], tell: Callable[[int], None]) -
 
     They die with the method's object: a forgotten one must not answer in the next one's stead.
     """
-    reference = weakref.WeakMethod(tell)
-
-    def hook_of(number: int) -> Callable[[Tensor], None]:
-        @uncompiled
-        def hook(_: Any) -> None:
-            alive = reference()
-            if alive is not None:
-                alive(number)
-
-        return hook
-
+    call = uncompiled(_weakly(tell))
     return [
-        parameter.register_post_accumulate_grad_hook(hook_of(number))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(partial(call, number))  # type: ignore[no-untyped-call]
         for number, parameter in enumerate(parameters)
     ]
 
@@ -200,16 +191,19 @@ def offer_grad_buffers(
 
     They die with the method's object, as `watch_gradients`.
     """
-    reference = weakref.WeakMethod(buffer)
+    call = _weakly(buffer)
+    return [GradBufferOffer(parameter, partial(call, number)) for number, parameter in enumerate(parameters)]
 
-    def offer_of(number: int) -> Callable[[], Tensor | None]:
-        def offer() -> Tensor | None:
-            alive = reference()
-            return None if alive is None else alive(number)
 
-        return offer
+def _weakly(method: Callable[[int], Any]) -> Callable[..., Any]:
+    """Return a function that calls a method with its first argument while the method's object lives."""
+    reference = weakref.WeakMethod(method)
 
-    return [GradBufferOffer(parameter, offer_of(number)) for number, parameter in enumerate(parameters)]
+    def call(number: int, *_: object) -> Any:
+        alive = reference()
+        return None if alive is None else alive(number)
+
+    return call
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from hpcpar.autograd.held_parameter import hold, own_gradient, release, set_own_gradient
 from hpcpar.data_parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, assign
+from hpcpar.data_parallel.flat_parameters import allocate_flat
 from hpcpar.data_parallel.gradient_reducer import GradientReducer
-from hpcpar.data_parallel.gradient_views import GradientViews, allocate_bucket
+from hpcpar.data_parallel.gradient_views import BucketState, GradientViews
 from hpcpar.data_parallel.guards import refuse_thawed
 from hpcpar.data_parallel.parameters import Named, distinct, extent
 from hpcpar.data_parallel.reduction import Averaging, Pending, Reduction
@@ -120,9 +121,12 @@ class Reducer(GradientReducer):
             matrices=matrices,
         )
         comm_of = comms.shard_comm if sharded else comms.of
+        first_of = {bucket: self.parameters[bucket.members[0]] for bucket in self.buckets}
         self._states = [
-            allocate_bucket(bucket, self.parameters[bucket.members[0]], comm_of(bucket.replicas))
-            for bucket in self.buckets
+            BucketState(
+                bucket, allocate_flat(bucket.numel, like.dtype, like.device, comm_of(bucket.replicas))
+            )
+            for bucket, like in first_of.items()
         ]
         self._views = GradientViews(self.names, self.parameters, self._states)
         self._hidden = False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,27 +32,26 @@ class Reduction(Protocol):
         """Begin to or the maps of used parameters, which ends the round."""
 
 
+@dataclass(frozen=True, eq=False)
 class _Scattering:
-    """A reduce-scatter of a copy, of which only the own shard is left when it is done."""
+    """A reduce-scatter of a bucket.
 
-    def __init__(self, handle: Pending, averages: dict[Bucket, Tensor], bucket: Bucket) -> None:
-        self._handle = handle
-        self._averages = averages
-        self._bucket = bucket
+    is_copy   of a copy, of which only the own shard is left when it is done
+    across    ranks with the same shard, over which that is then averaged
+    """
 
-    def wait(self) -> None:
-        self._averages[self._bucket] = self._handle.wait().clone()
-
-
-class _AcrossReplicas:
-    """A reduce-scatter whose shards are then averaged over the ranks with the same shard."""
-
-    def __init__(self, handle: Pending, shard: Callable[[], Tensor], across: Communicator) -> None:
-        self._handle, self._shard, self._across = handle, shard, across
+    handle: Pending
+    averages: dict[Bucket, Tensor]
+    bucket: Bucket
+    is_copy: bool
+    across: Communicator | None
 
     def wait(self) -> None:
-        self._handle.wait()
-        self._across.allreduce(self._shard(), "average")
+        own = self.handle.wait()
+        if self.is_copy:
+            self.averages[self.bucket] = own.clone()
+        if self.across is not None:
+            self.across.allreduce(self.averages[self.bucket], "average")
 
 
 class Averaging:
@@ -83,18 +81,14 @@ class Averaging:
         data = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
         if share != 1:
             data.mul_(share)
-        self._averages[bucket] = self._kept(data, bucket, comm)
-        if self._scattered:
-            handle: Pending = comm.start_reduce_scatter(
-                data, "average", counts=bucket.counts, algorithm=self._algorithm
-            )
-            if data is not flat:
-                handle = _Scattering(handle, self._averages, bucket)
-            across = self._comms.across(bucket.replicas)
-            return (
-                handle if across is None else _AcrossReplicas(handle, partial(self.average, bucket), across)
-            )
-        return comm.start_allreduce(data, "average", algorithm=self._algorithm)
+        if not self._scattered:
+            self._averages[bucket] = data
+            return comm.start_allreduce(data, "average", algorithm=self._algorithm)
+        self._averages[bucket] = data[slice(*bucket.shard_range(comm.rank, comm.size))]
+        handle = comm.start_reduce_scatter(data, "average", counts=bucket.counts, algorithm=self._algorithm)
+        return _Scattering(
+            handle, self._averages, bucket, data is not flat, self._comms.across(bucket.replicas)
+        )
 
     def start_map(self, bits: Any) -> Pending:
         # An algorithm that was named for the scatter is none of the all-reduce.
@@ -109,6 +103,3 @@ class Averaging:
     def average(self, bucket: Bucket) -> Tensor:
         """Return this rank's part of the bucket's last average, flat; complete once waited for."""
         return self._averages[bucket]
-
-    def _kept(self, data: Tensor, bucket: Bucket, comm: Communicator) -> Tensor:
-        return data[slice(*bucket.shard_range(comm.rank, comm.size))] if self._scattered else data

@@ -54,44 +54,19 @@ def _writes(name: str) -> bool:
 _HARMLESS = {
     getattr(Tensor, "grad").__get__,  # noqa: B009
     Tensor.requires_grad_,
-    torch.empty_like,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.full_like,
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
 }
 """What returns a tensor, and says nothing about the values of the one that it was given."""
 
 _READS = {
-    Tensor.tolist,
-    Tensor.item,
-    Tensor.numpy,
-    Tensor.equal,
-    Tensor.allclose,
-    Tensor.is_nonzero,
-    Tensor.__array__,
-    Tensor.__bool__,
-    Tensor.__complex__,
-    Tensor.__contains__,
-    Tensor.__float__,
-    Tensor.__int__,
-    torch.equal,
-    torch.allclose,
-    torch.is_nonzero,
+    *(Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
+    *(Tensor.__bool__, Tensor.__complex__, Tensor.__float__, Tensor.__int__),
+    *(Tensor.equal, Tensor.allclose, Tensor.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
 """What returns no tensor, and yet says something about values."""
 
 _OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
 )
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}

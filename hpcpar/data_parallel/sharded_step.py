@@ -23,7 +23,7 @@ from hpcpar.data_parallel.bucket_shards import Piece
 from hpcpar.data_parallel.flat_parameters import Block, following
 from hpcpar.data_parallel.matrix_exchange import TRAVELS_AS, MatrixExchange, SpreadMatrix
 from hpcpar.data_parallel.matrix_step import apply_update, is_divided, momentum_update, orthogonalized
-from hpcpar.data_parallel.offload import NoOffload, Offload
+from hpcpar.data_parallel.offload import Offload
 from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of, view_as
 from hpcpar.data_parallel.precision import Precision, master_dtype, narrowed
 
@@ -47,7 +47,7 @@ class ShardedStep:
     parameters   numbered as the pieces' members are
     blocks       their memory, in the order of the buckets
     precision    None: the parameters are their own masters
-    storage      where masters and states are between steps; None: where they were made
+    offload      where masters and states are between steps; None: where they were made
     layouts      of the parameters; None: as they lie now
     matrices     ids of the parameters that Muon steps on
     spread       those of them that lie on several ranks
@@ -70,7 +70,7 @@ class ShardedStep:
         self.parameters = list(parameters)
         self.layouts = [layout_of(p) for p in parameters] if layouts is None else list(layouts)
         self._precision = precision
-        self._offload = offload or NoOffload()
+        self.offload = offload or Offload()
         self._note_groups()
         self._matrices = matrices
         self.exchange = MatrixExchange(spread)
@@ -84,9 +84,10 @@ class ShardedStep:
             self._is_apart.append(master.data_ptr() != block.own.data_ptr())
             self._parts.append([_Part(piece, self._seen(master, piece)) for piece in block.shard.pieces])
             content = [(part.tensor, inner.state[part.tensor]) for part in self._parts[number]]
-            self._offload.adopt(number, content, master)
+            self.offload.adopt(number, content, master)
         if whole:
-            self.load_states(lambda piece: self._of_piece(whole, piece))
+            numels = [parameter.numel() for parameter in parameters]
+            self.load_states(lambda p: part_of(whole.get(p.member, {}), p.start, p.stop, numels[p.member]))
 
     def _note_groups(self) -> None:
         self._group_of = {
@@ -124,7 +125,7 @@ class ShardedStep:
         ]
         with self._without_hooks():
             for turn, number in enumerate(order):
-                self._offload.fetch(number, following=order[turn + 1 :])
+                self.offload.fetch(number, following=order[turn + 1 :])
                 self._step_block(number, gradients[number], used, factor)
                 if not self._has_spread(number):
                     self._finish_block(number, publish)
@@ -133,7 +134,7 @@ class ShardedStep:
             self._finish_block(number, publish)
         # Of whoever watches the order of step and scheduler: this rank may have had no piece to step on.
         self.inner._opt_called = True  # type: ignore[attr-defined]
-        self._offload.wait()
+        self.offload.wait()
 
     def _has_spread(self, number: int) -> bool:
         """Return whether matrices of a block lie on several ranks, also where this rank has none of them.
@@ -150,7 +151,7 @@ class ShardedStep:
         """Round the masters into the parameters, and put the block away."""
         if self._is_apart[number]:
             self.blocks[number].held.copy_(self.masters[number])
-        self._offload.offload(number)
+        self.offload.offload(number)
         publish(number)
 
     def _step_block(self, number: int, gradient: Tensor, used: Sequence[int], factor: float) -> None:
@@ -164,7 +165,7 @@ class ShardedStep:
             return
         own = self._scaled(gradient, self.masters[number], factor)
         stepping = [part for part in parts if not self._is_matrix(part)]
-        self._widen_moments(number, parts)
+        self._cast_moments(parts, self.masters[number].dtype)
         for part in stepping:
             part.tensor.grad = self._seen(own, part.piece)
         if stepping:
@@ -174,7 +175,7 @@ class ShardedStep:
             part.tensor.grad = None
         for part in filter(self._is_matrix, parts):
             self._step_matrix(part, own[part.piece.offset : part.piece.end], self.blocks[number].own.device)
-        self._narrow_moments(parts)
+        self._cast_moments(parts)
 
     @staticmethod
     def _scaled(gradient: Tensor, master: Tensor, factor: float) -> Tensor:
@@ -190,7 +191,7 @@ class ShardedStep:
 
     def _step_matrix(self, part: _Part, gradient: Tensor, device: torch.device) -> None:
         """Step on a matrix of which this rank has all."""
-        group, layout = self._group(part.piece), self.layouts[part.piece.member]
+        group, layout = self._group(part.piece.member), self.layouts[part.piece.member]
         update = momentum_update(gradient, self.inner.state[part.tensor], group).to(device)
         found = orthogonalized(view_as(update, 0, update.numel(), layout), group)
         apply_update(part.tensor, in_memory_order(found, layout).to(part.tensor.device), group, layout[0])
@@ -208,26 +209,24 @@ class ShardedStep:
             number, part = place[matrix.member]
             own = gradients[number][part.piece.offset : part.piece.end]
             own = self._scaled(own, self.masters[number], factor)
-            self._widen_moments(number, [part])
-            state, group = self.inner.state[part.tensor], self._group(part.piece)
-            update = momentum_update(own, state, group)
-            self._narrow_moments([part])
+            self._cast_moments([part], self.masters[number].dtype)
+            update = momentum_update(own, self.inner.state[part.tensor], self._group(matrix.member))
+            self._cast_moments([part])
             return update.to(matrix.device)
 
         def work(matrix: SpreadMatrix, whole: Tensor) -> Tensor:
-            group = self.inner.param_groups[self._group_of[id(self.parameters[matrix.member])]]
-            return orthogonalized(whole, group) if used[matrix.member] else whole
+            return orthogonalized(whole, self._group(matrix.member)) if used[matrix.member] else whole
 
         def apply(matrix: SpreadMatrix, update: Tensor) -> None:
             if matrix.member in place and used[matrix.member]:
                 part = place[matrix.member][1]
                 update = update.to(part.tensor.device)
-                apply_update(part.tensor, update, self._group(part.piece), matrix.shape)
+                apply_update(part.tensor, update, self._group(matrix.member), matrix.shape)
 
         self.exchange.run(update_of, work, apply)
 
-    def _group(self, piece: Piece) -> dict[str, Any]:
-        return self.inner.param_groups[self._group_of[id(self.parameters[piece.member])]]
+    def _group(self, member: int) -> dict[str, Any]:
+        return self.inner.param_groups[self._group_of[id(self.parameters[member])]]
 
     def _seen(self, flat: Tensor, piece: Piece) -> Tensor:
         """A piece of this rank's elements: flat, but without dimensions where its parameter has none.
@@ -248,7 +247,7 @@ class ShardedStep:
             for group in groups:
                 group["params"] = []
             for part in parts:
-                groups[self._group_of[id(self.parameters[part.piece.member])]]["params"].append(part.tensor)
+                self._group(part.piece.member)["params"].append(part.tensor)
             yield
         finally:
             for group, held in zip(groups, members, strict=True):
@@ -281,9 +280,9 @@ class ShardedStep:
     def _make_master(self, block: Block) -> Tensor:
         held, wide = block.held, block.take_wide()
         dtype = master_dtype(held.dtype, self._precision)
-        if dtype == held.dtype and self._offload.is_resident:
+        if dtype == held.dtype and self.offload.is_resident:
             return held
-        return wide.to(device=self._offload.device, dtype=dtype, copy=True)
+        return wide.to(device=self.offload.device, dtype=dtype, copy=True)
 
     @torch.no_grad()
     def refresh_masters(self, *, everything: bool = True) -> None:
@@ -292,24 +291,20 @@ class ShardedStep:
         everything   no: only where a parameter is not its master, rounded, any more
         """
         for number, block in enumerate(self.blocks):
-            self._offload.fetch(number)
+            self.offload.fetch(number)
             master = self.masters[number]
             if self._is_apart[number] and everything:
                 master.copy_(block.held)
             elif self._is_apart[number]:
                 master.copy_(following(master, block.held))
-            self._offload.offload(number)
-        self._offload.wait()
+            self.offload.offload(number)
+        self.offload.wait()
 
-    def _narrow_moments(self, parts: Iterable[_Part]) -> None:
-        if self._precision is not None and self._precision.moments is not None:
-            self._cast_moments(parts, self._precision.moments)
-
-    def _widen_moments(self, number: int, parts: Iterable[_Part]) -> None:
-        if self._precision is not None and self._precision.moments is not None:
-            self._cast_moments(parts, self.masters[number].dtype)
-
-    def _cast_moments(self, parts: Iterable[_Part], dtype: torch.dtype) -> None:
+    def _cast_moments(self, parts: Iterable[_Part], dtype: torch.dtype | None = None) -> None:
+        """Cast moments, where `precision` has a type for them, to another one to step in; None: back."""
+        if self._precision is None or self._precision.moments is None:
+            return
+        dtype = dtype or self._precision.moments
         for part in parts:
             state = self.inner.state.get(part.tensor, {})
             step = int(state.get("step", 0))
@@ -319,27 +314,22 @@ class ShardedStep:
 
     # --- states -----------------------------------------------------------------------------------
 
-    @property
-    def may_fail(self) -> bool:
-        """Return whether a step may fail on one rank alone, for want of room."""
-        return not self._offload.is_safe
-
     def states_by_block(self) -> Iterator[list[tuple[Piece, State]]]:
         """Yield each block's pieces with their states, master weights among them.
 
         What is given may be used until the next is asked for.
         """
         for number, parts in enumerate(self._parts):
-            self._offload.fetch(number)
+            self.offload.fetch(number)
             found = []
             for part in parts:
                 state = dict(self.inner.state[part.tensor])
-                if self._has_master(number):
+                if self.masters[number].dtype != self.blocks[number].own.dtype:
                     state[MASTER] = part.tensor
                 found.append((part.piece, state))
             yield found
-            self._offload.offload(number, changed=False)
-        self._offload.wait()
+            self.offload.offload(number, changed=False)
+        self.offload.wait()
 
     @torch.no_grad()
     def load_states(self, state_of: Callable[[Piece], Mapping[str, Any]]) -> None:
@@ -348,7 +338,7 @@ class ShardedStep:
         Master weights among them become the parameters.
         """
         for number in range(len(self.blocks)):
-            self._offload.fetch(number)
+            self.offload.fetch(number)
             for part in self._parts[number]:
                 state = dict(state_of(part.piece))
                 master = state.pop(MASTER, None)
@@ -356,13 +346,13 @@ class ShardedStep:
                     part.tensor.copy_(master.reshape(part.tensor.shape))
                     self._seen(self.blocks[number].own, part.piece).copy_(part.tensor)
                 self._set_state(number, part, state)
-            self._narrow_moments(self._parts[number])
-            self._offload.offload(number)
-        self._offload.wait()
+            self._cast_moments(self._parts[number])
+            self.offload.offload(number)
+        self.offload.wait()
 
     def _set_state(self, number: int, part: _Part, values: State) -> None:
         master = self.masters[number]
-        group = self._group(part.piece)
+        group = self._group(part.piece.member)
         # Steps that a kernel on the device counts are there; torch's own load_state_dict asks the same.
         counts_on_device = group.get("fused") or group.get("capturable")
         is_scalar = self._is_scalar(part.piece)
@@ -378,13 +368,6 @@ class ShardedStep:
             else:
                 state[key] = value
 
-    def _of_piece(self, whole: Mapping[int, State], piece: Piece) -> State:
-        numel = self.parameters[piece.member].numel()
-        return part_of(whole.get(piece.member, {}), piece.start, piece.stop, numel)
-
-    def _has_master(self, number: int) -> bool:
-        return self.masters[number].dtype != self.blocks[number].own.dtype
-
     def _taken_states(self) -> dict[int, State]:
         """Take the states that the optimizer has of whole parameters out of it."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -393,11 +376,6 @@ class ShardedStep:
         return {number: flattened(state, self.layouts[number]) for number, state in taken.items()}
 
     # --- figures ----------------------------------------------------------------------------------
-
-    @property
-    def offload(self) -> Offload:
-        """Holder of masters and states between steps."""
-        return self._offload
 
     def masters_apart(self) -> list[tuple[Block, Tensor]]:
         """Master weights that are not the parameters themselves; empty ones while they are on disk."""
@@ -409,18 +387,6 @@ class ShardedStep:
         for parts in self._parts:
             for part in parts:
                 yield part.piece, self.inner.state[part.tensor]
-
-    def nbytes(self) -> int:
-        """Bytes of master weights and states of this rank, wherever they are; counters of steps left out."""
-        masters = [master for master, apart in zip(self.masters, self._is_apart, strict=True) if apart]
-        states = [
-            value
-            for parts in self._parts
-            for part in parts
-            for value in self.inner.state[part.tensor].values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        ]
-        return sum(tensor.nbytes for tensor in masters + states) + self._offload.nbytes()
 
 
 def is_elementwise(value: Any, numel: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.data_parallel.buckets import Bucket
+from hpcpar.data_parallel.flat_parameters import allocate_flat
 from hpcpar.data_parallel.parameters import Layout, view_as
 from hpcpar.errors import OperationError
 from hpcpar.units import MiB
@@ -129,15 +130,11 @@ class BucketInFlight:
 def allocate_staging(
     dp_comm: Communicator, states: Sequence[BucketInFlight], devices: Sequence[torch.device]
 ) -> list[StagingBuffer]:
-    """Return buffers as large as the largest bucket; on CPUs in memory that the node's ranks can read."""
+    """Return buffers as large as the largest bucket. Collective."""
     if len(set(devices)) > 1:
         raise OperationError(
             f"parameters of one optimizer lie on {', '.join(map(str, set(devices)))}; use one"
         )
     nbytes = max((state.bucket.numel * state.shard.dtype.itemsize for state in states), default=0)
     count = min(STAGING_BUFFERS, len(states))
-    if devices and devices[0].type != "cpu":
-        return [
-            StagingBuffer(torch.empty(nbytes, dtype=torch.uint8, device=devices[0])) for _ in range(count)
-        ]
-    return [StagingBuffer(dp_comm.allocate_shared(nbytes, torch.uint8)) for _ in range(count)]
+    return [StagingBuffer(allocate_flat(nbytes, torch.uint8, devices[0], dp_comm)) for _ in range(count)]

@@ -28,6 +28,9 @@ Policy = Callable[[str, nn.Module], bool]
 Place = tuple[nn.Module, str]
 """A module, and the name by which it has a parameter."""
 
+Entry = tuple[str, nn.Parameter, list[Place]]
+"""A parameter's full name, itself, and all places that have it."""
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called."""
 
@@ -37,12 +40,12 @@ class UnitPlan:
     """A unit before anything is sharded.
 
     name         of its module in the model; "" for the model itself
-    parameters   (full name, parameter, all places that have it), each once, as registered
+    parameters   each once, as registered
     """
 
     name: str
     module: nn.Module
-    parameters: list[tuple[str, nn.Parameter, list[Place]]]
+    parameters: list[Entry]
 
 
 def layers_policy(model: nn.Module) -> Policy:
@@ -123,13 +126,13 @@ def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]
             "the policy chooses none of the model's modules; it is given (name, module) of each"
         )
     owners = ["", *names]
-    of_unit: dict[str, list[tuple[str, nn.Parameter, list[Place]]]] = {name: [] for name in owners}
-    for full_name, parameter, places, homes in _parameters(model):
+    of_unit: dict[str, list[Entry]] = {name: [] for name in owners}
+    name_of = {module: name for name, module in model.named_modules()}
+    for entry in _parameters(model):
         # The innermost unit around all of the modules that have it.
+        homes = [name_of[module] for module, _ in entry[2]]
         common = [owner for owner in owners if all(_within(home, owner) for home in homes)]
-        of_unit[max(common, key=lambda owner: len(owner.split(".")) if owner else 0)].append(
-            (full_name, parameter, places)
-        )
+        of_unit[max(common, key=lambda owner: len(owner.split(".")) if owner else 0)].append(entry)
     return [
         UnitPlan(name, model.get_submodule(name), of_unit[name])
         for name in owners
@@ -137,17 +140,15 @@ def plan_units(model: nn.Module, policy: Policy | None = None) -> list[UnitPlan]
     ]
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place], list[str]]]:
-    """Each parameter once: first name, itself, all places, and the names of the modules that have it."""
-    found: dict[int, tuple[str, nn.Parameter, list[Place], list[str]]] = {}
+def _parameters(model: nn.Module) -> list[Entry]:
+    """Each parameter once: first name, itself, and all places."""
+    found: dict[int, Entry] = {}
     for module_name, module in model.named_modules():
         for own_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full = f"{module_name}.{own_name}" if module_name else own_name
-            entry = found.setdefault(id(parameter), (full, parameter, [], []))
-            entry[2].append((module, own_name))
-            entry[3].append(module_name)
+            if parameter is not None:
+                full = f"{module_name}.{own_name}".lstrip(".")
+                entry = found.setdefault(id(parameter), (full, parameter, []))
+                entry[2].append((module, own_name))
     return list(found.values())
 
 

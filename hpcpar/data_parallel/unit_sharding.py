@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from hpcpar.data_parallel.bucket_shards import shard_of
 from hpcpar.data_parallel.buckets import Extent, bucket_of
-from hpcpar.data_parallel.flat_parameters import Block
+from hpcpar.data_parallel.flat_parameters import Block, allocate_flat
 from hpcpar.data_parallel.fsdp_unit import UnitParamGroup
 from hpcpar.data_parallel.initial_values import InitialValues
 from hpcpar.data_parallel.parameters import layout_of, view_as
@@ -26,7 +27,7 @@ from hpcpar.data_parallel.precision import Precision
 from hpcpar.data_parallel.replica_comms import ReplicaComms
 from hpcpar.data_parallel.sharded_parameter import ShardedParameter
 from hpcpar.data_parallel.shared_parameters import NodeSharedParameters
-from hpcpar.data_parallel.unit_plan import Place, UnitPlan
+from hpcpar.data_parallel.unit_plan import Entry, Place, UnitPlan
 from hpcpar.parameter_info import info_of, note
 
 
@@ -45,7 +46,7 @@ def shard_unit(
     source    their initial values
     device    where they are to be; None: where they are
     """
-    kinds: dict[Any, list[tuple[str, nn.Parameter, list[Place]]]] = {}
+    kinds: dict[Any, list[Entry]] = {}
     for entry in plan.parameters:
         parameter = entry[1]
         floats = precision is not None and parameter.is_floating_point()
@@ -71,7 +72,7 @@ def shard_unit(
 
 @torch.no_grad()
 def _shard_group(
-    entries: list[tuple[str, nn.Parameter, list[Place]]],
+    entries: list[Entry],
     members: list[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -90,19 +91,17 @@ def _shard_group(
         own = flat[shard.start : shard.stop]
     else:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-        length = shard.stop - shard.start
-        # The other ranks of this node read it where it lies.
-        own = comm.allocate_shared(length, dtype) if device.type == "cpu" else flat.new_zeros(length)
-    places = list(zip(bucket.edges[:-1], bucket.edges[1:], strict=True))
+        own = allocate_flat(shard.stop - shard.start, dtype, device, comm)
     longest = functools.reduce(torch.promote_types, [parameter.dtype for _, parameter, _ in entries])
-    values = source.shard(entries, bucket, layouts, places, shard, longest, device)
+    values = source.shard(entries, bucket, layouts, shard, longest, device)
     own.copy_(values)
     wide = values[: shard.end].clone() if dtype.itemsize < longest.itemsize else None
     placeholders = [
         torch.full((), math.nan, dtype=dtype, device=device).expand(shape) for shape, _ in layouts
     ]
     views = [
-        view_as(flat, start, stop, layout) for (start, stop), layout in zip(places, layouts, strict=True)
+        view_as(flat, start, stop, layout)
+        for (start, stop), layout in zip(pairwise(bucket.edges), layouts, strict=True)
     ]
     if node_shared is None:
         flat.untyped_storage().resize_(0)

@@ -72,7 +72,7 @@ class UnshardSchedule:
         self.order: list[FsdpUnit] = []
         self.gathers = 0
         self._gradients = gradients
-        self._unit_of = unit_of
+        self.unit_of = unit_of
         self._members: dict[FsdpUnit, list[int]] = {unit: [] for unit in units}
         for bucket in unit_of:
             self._members[unit_of[bucket]] += bucket.members
@@ -214,15 +214,17 @@ class UnshardSchedule:
     def _begin_backward(self) -> None:
         self._calls.require_same()
         self._in_backward = True
-        self._gradients.expect_backward(self._unit_of)
+        self._gradients.expect_backward(self.unit_of)
         for unit in self.units:
             self._left[unit] = sum(group.is_trained for group in unit.groups)
         self._ahead = [unit for unit in self._innermost if unit.heard and unit.is_trained]
         self._begun.clear()
         Variable._execution_engine.queue_callback(self._end_backward)
         self._makes_graph = torch.is_grad_enabled()
-        if self._makes_graph:
-            self.pin_all()
+        if self._makes_graph:  # a backward of this backward needs any unit's values at any time
+            for unit in self.units:
+                self._unshard(unit)
+            self._pin()
 
     def _finish_units_before(self, unit: FsdpUnit) -> None:
         """Declare gradients of units that this backward has passed, or leaves out, as complete.
@@ -257,7 +259,7 @@ class UnshardSchedule:
 
     def on_bucket_done(self, bucket: Bucket) -> None:
         """Reshard a unit whose gradients have all been taken, unless a gradient of its inputs may come."""
-        unit = self._unit_of[bucket]
+        unit = self.unit_of[bucket]
         self._left[unit] -= 1
         if self._left[unit] <= 0 and not unit.inputs and self._in_backward:
             unit.reshard()
@@ -279,12 +281,6 @@ class UnshardSchedule:
         if not self._makes_graph and not self._until_step:
             self.unpin_all()
         self.reshard_all()
-
-    def pin_all(self) -> None:
-        """Unshard and keep all units: a backward of this backward needs any unit's values at any time."""
-        for unit in self.units:
-            self._unshard(unit)
-        self._pin()
 
     def _pin(self) -> None:
         """Keep every unit that is unsharded from now on."""

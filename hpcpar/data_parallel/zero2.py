@@ -257,14 +257,11 @@ class ShardedGradients(GradientReducer):
             flat = state.fill_up()
             if self.on_bucket_done is not None:
                 self.on_bucket_done(state.bucket)
-            comm, share = (
-                self.comms.shard_comm(state.bucket.replicas),
-                self.comms.share(state.bucket.replicas),
-            )
             self._note_sent(state.bucket, flat)
+            share = self.comms.share(state.bucket.replicas)
             if share != 1:
                 flat.mul_(share)
-            state.handle = comm.start_reduce_scatter(
+            state.handle = self.comms.shard_comm(state.bucket.replicas).start_reduce_scatter(
                 flat, "average", counts=state.bucket.counts, algorithm=self._algorithm
             )
             self._next += 1
@@ -272,17 +269,11 @@ class ShardedGradients(GradientReducer):
         for state in self._coming[self._next + 1 :]:
             if state.arrived:
                 if state.staging is None:
-                    buffer = next((buffer for buffer in self.staging if buffer.owner is None), None)
-                    if buffer is None or self._is_last_buffer(buffer):
+                    free = [buffer for buffer in self.staging if buffer.owner is None]
+                    if len(free) <= (self._coming[self._next].staging is None):
                         continue
-                    state.assign(buffer)
+                    state.assign(free[0])
                 self._copy_in(state)
-
-    def _is_last_buffer(self, buffer: StagingBuffer) -> bool:
-        """Return whether the bucket whose turn is next would have to wait if this buffer were given away."""
-        return self._coming[self._next].staging is None and not any(
-            other.owner is None for other in self.staging if other is not buffer
-        )
 
     def _free_buffer(self) -> StagingBuffer:
         for buffer in self.staging:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
+from hpcpar.errors import HpcparError
 
 
 def staged(
@@ -22,11 +23,16 @@ def staged(
     *,
     precision: Any = None,
     shared_parameters: bool = False,
+    shard_ranks: int | None = None,
     policy: Any = None,
     **options: Any,
 ) -> DistributedOptimizer:
     """Make an optimizer of this stage; in stage 3 shard the model, which keeps its parameters' identity."""
-    of_parameters = {"precision": precision, "shared_parameters": shared_parameters}
+    of_parameters: dict[str, Any] = {
+        "precision": precision,
+        "shared_parameters": shared_parameters,
+        "shard_ranks": shard_ranks,
+    }
     if stage == 3:
         fully_shard(model, comm, policy=policy, **of_parameters)
     else:
@@ -46,6 +52,14 @@ def ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return on_each
+
+
+def error_of(function: Callable[[], Any]) -> HpcparError | None:
+    try:
+        function()
+    except HpcparError as error:
+        return error
+    return None
 
 
 def whole(model: nn.Module) -> list[Tensor]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +27,6 @@ def test_a_bucket_of_whole_matrices_is_cut_between_them() -> None:
     ]
 
 
-def test_one_rank_has_all_of_it() -> None:
-    bucket = Bucket((1, 0), (0, 2, 5), 4, "float32")
-    assert shard_of(bucket, 0, 1) == Shard(0, 5, (Piece(1, 0, 2, 0), Piece(0, 0, 3, 2)))
-
-
 def test_a_parameter_may_lie_on_all_ranks_and_a_rank_may_hold_padding_alone() -> None:
     bucket = Bucket((0,), (0, 5), 4, "float32", padding=3)
     shards = [shard_of(bucket, rank, 4) for rank in range(4)]
@@ -51,14 +45,6 @@ def test_a_parameter_without_elements_is_in_no_piece() -> None:
         (Piece(1, 0, 2, 0),),
         (Piece(1, 2, 4, 0),),
     ]
-
-
-@pytest.mark.parametrize(
-    ("numel", "size", "padding"), [(8, 4, 0), (9, 4, 3), (11, 4, 1), (1, 4, 3), (0, 4, 0)]
-)
-def test_a_bucket_is_padded_to_the_next_multiple(numel: int, size: int, padding: int) -> None:
-    (bucket,) = assign([Extent(numel, 4, "float32")], shards=lambda _: size)
-    assert (bucket.padding, bucket.numel, bucket.edges) == (padding, numel + padding, (0, numel))
 
 
 @settings(deadline=None)

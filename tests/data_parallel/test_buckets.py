@@ -36,14 +36,6 @@ def test_no_parameters_need_no_buckets() -> None:
     assert assign([]) == ()
 
 
-def test_a_parameter_larger_than_the_limit_is_a_bucket_by_itself() -> None:
-    assert [b.members for b in assign(floats(1, 100, 1), bucket_bytes=8, first_bucket_bytes=8)] == [
-        (2,),
-        (1,),
-        (0,),
-    ]
-
-
 def test_the_default_first_bucket_is_small() -> None:
     quarter = MiB // 16
     buckets = assign(floats(*[quarter] * 200))
@@ -106,10 +98,6 @@ def test_a_group_of_two_kinds_has_a_bucket_of_each() -> None:
     half, single = Extent(2, 2, "float16"), Extent(2, 4, "float32")
     buckets = assign([half, single, half, single, single], groups=[[0, 1, 2, 3]])
     assert [bucket.members for bucket in buckets] == [(4,), (3, 1), (2, 0)]
-
-
-def test_empty_groups_and_no_groups_are_the_same() -> None:
-    assert assign(floats(1, 2, 3), groups=[[], []]) == assign(floats(1, 2, 3))
 
 
 extents = st.lists(

@@ -219,20 +219,23 @@ def test_an_optimizer_whose_step_was_replaced_is_unknown() -> None:
             require_elementwise(optimizer)
 
 
-def test_a_word_against_what_a_trial_shows_is_not_taken() -> None:
-    with pytest.raises(OperationError, match=r"Large cannot work on shards: tried .* different values"):
-        require_elementwise(Large(weights()), said=True)
+REFUSED_BY_TRIAL: dict[str, tuple[Callable[[], Optimizer], str]] = {
+    "whatever is said": (lambda: Large(weights()), "Large cannot work on shards: tried .* different values"),
+    "norms": (lambda: Trusting(weights(), lr=0.1), "Trusting cannot .*: tried on a matrix and on its pieces"),
+    "calls that are counted": (lambda: Counting(weights()), r"Counting cannot .* counted calls of step\(\)"),
+    "nothing of its own": (
+        lambda: Around(torch.optim.SGD(weights(), lr=0.1)),
+        "Around .* it changes nothing",
+    ),
+    "its own words": (lambda: Shaped(weights()), "flat pieces of a matrix it says: only matrices, please"),
+}
 
 
-def test_an_optimizer_of_norms_is_refused_by_trial() -> None:
-    with pytest.raises(OperationError, match="Trusting cannot work on shards: tried on a matrix and on its"):
-        require_elementwise(Trusting(weights(), lr=0.1))
-
-
-def test_an_optimizer_that_counts_calls_for_all_parameters_together_is_refused() -> None:
-    # It is called once for every block.
-    with pytest.raises(OperationError, match=r"Counting cannot work on shards: .* counted calls of step\(\)"):
-        require_elementwise(Counting(weights()))
+@pytest.mark.parametrize("name", REFUSED_BY_TRIAL)
+def test_an_optimizer_that_a_trial_shows_to_be_no_elementwise_one_is_refused(name: str) -> None:
+    make, words = REFUSED_BY_TRIAL[name]
+    with pytest.raises(OperationError, match=words):
+        require_elementwise(make(), said=name == "whatever is said")
 
 
 def test_a_learning_rate_that_is_still_zero_hides_nothing() -> None:
@@ -252,19 +255,6 @@ def test_every_group_is_tried() -> None:
     with pytest.raises(OperationError, match="gives different values"):
         require_elementwise(Chosen(groups))
     require_elementwise(Chosen(groups[:1]), said=True)
-
-
-def test_an_optimizer_that_steps_on_nothing_of_its_own_is_refused() -> None:
-    optimizer = Around(torch.optim.SGD(weights(), lr=0.1))
-    with pytest.raises(OperationError, match=r"Around cannot work on shards: tried on .* it changes nothing"):
-        require_elementwise(optimizer)
-
-
-def test_an_optimizer_that_fails_on_pieces_is_refused_with_its_own_words() -> None:
-    with pytest.raises(
-        OperationError, match="tried on flat pieces of a matrix it says: only matrices, please"
-    ):
-        require_elementwise(Shaped(weights()))
 
 
 def test_the_trial_calls_none_of_the_users_hooks() -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard, summon_full_parameters
+from hpcpar.data_parallel import DistributedOptimizer, Precision, fully_shard
 from hpcpar.errors import DivergenceError, OperationError
+from tests.data_parallel.staged import fill, ranks, whole
 
 KINDS: dict[str, dict[str, Any]] = {
     "0": {},
@@ -29,10 +30,7 @@ of_shards = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "
 
 def model_of() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    fill(model, 1, 1.0)
     return model
 
 
@@ -49,11 +47,6 @@ def distributed(kind: str, comm: Communicator, **options: Any) -> tuple[nn.Modul
 def backward(model: nn.Module, comm: Communicator, step: int = 0, scale: float = 1.0) -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     (model(x[comm.rank :: comm.size]).square().sum(1).mean() * scale).backward()
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    with summon_full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def like(parameter: Tensor, seed: int = 3) -> Tensor:
@@ -199,41 +192,36 @@ def test_a_hook_that_comes_after_the_gradient_has_left_is_refused(kind: str) -> 
 @every_kind
 @pytest.mark.parametrize("nonfinite", ["error", "skip", "step"])
 @pytest.mark.parametrize("by_closure", [False, True])
+@ranks(2)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_everybodys(
-    kind: str, nonfinite: str, by_closure: bool
+    comm: Communicator, kind: str, nonfinite: str, by_closure: bool
 ) -> None:
-    def body(comm: Communicator) -> tuple[list[Tensor], list[Tensor], str, int, list[Tensor]]:
-        model, optimizer = distributed(kind, comm, nonfinite=nonfinite)
-        before, told = whole(model), ""
+    model, optimizer = distributed(kind, comm, nonfinite=nonfinite)
+    before, told = whole(model), ""
 
-        def closure() -> Tensor:
-            x = torch.ones(4, 3, dtype=torch.float64)
-            x[0] = float("inf") if comm.rank == 1 else 1.0
-            loss: Tensor = model(x).square().sum()
-            loss.backward()
-            return loss
+    def closure() -> Tensor:
+        x = torch.ones(4, 3, dtype=torch.float64)
+        x[0] = float("inf") if comm.rank == 1 else 1.0
+        loss: Tensor = model(x).square().sum()
+        loss.backward()
+        return loss
 
-        try:
-            optimizer.step(closure) if by_closure else (closure(), optimizer.step())
-        except DivergenceError as error:
-            told = str(error)
-        after = whole(model)
-        model.zero_grad()
-        if nonfinite != "step":  # training goes on
-            backward(model, comm)
-            optimizer.step()
-        return before, after, told, optimizer.scaler.skipped, whole(model)
-
-    for before, after, told, skipped, end in run_loopback(2, body):
-        unchanged = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-        assert unchanged == (nonfinite != "step")
-        assert skipped == (nonfinite != "step")
-        expected = (
-            "the average gradient of 0.weight is not finite: NaN or infinity came from rank 1, so no rank"
-        )
-        assert told.startswith(expected) == (nonfinite == "error")
-        if nonfinite != "step":
-            assert all(value.isfinite().all() for value in end)
+    try:
+        optimizer.step(closure) if by_closure else (closure(), optimizer.step())
+    except DivergenceError as error:
+        told = str(error)
+    after = whole(model)
+    model.zero_grad()
+    if nonfinite != "step":  # training goes on
+        backward(model, comm)
+        optimizer.step()
+    unchanged = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert unchanged == (nonfinite != "step")
+    assert optimizer.scaler.skipped == (nonfinite != "step")
+    expected = "the average gradient of 0.weight is not finite: NaN or infinity came from rank 1, so no rank"
+    assert told.startswith(expected) == (nonfinite == "error")
+    if nonfinite != "step":
+        assert all(value.isfinite().all() for value in whole(model))
 
 
 @pytest.mark.parametrize("clip", ["torch", "own"])

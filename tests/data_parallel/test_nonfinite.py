@@ -15,6 +15,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.data_parallel.nonfinite import NonfiniteGradients
 from hpcpar.errors import DivergenceError, OperationError
+from tests.data_parallel.staged import ranks
 
 PRECISIONS = [None, "float32", "bfloat16", "float16"]
 
@@ -81,29 +82,25 @@ def test_what_one_rank_brings_is_skipped_by_all_and_it_is_named(
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clipping_does_not_hide_which_parameter_it_was(stage: int, broken: float) -> None:
-    def body(comm: Communicator) -> NonfiniteGradients | None:
-        model, optimizer = distributed(comm, stage, None)
-        model[2].bias.register_hook(lambda gradient: gradient * broken)  # type: ignore[index, union-attr]
-        backward(model, optimizer)
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        return optimizer.last_skip
-
-    assert run_loopback(2, body) == [NonfiniteGradients("2.bias", (0, 1))] * 2
+@ranks(2)
+def test_clipping_does_not_hide_which_parameter_it_was(comm: Communicator, stage: int, broken: float) -> None:
+    model, optimizer = distributed(comm, stage, None)
+    model[2].bias.register_hook(lambda gradient: gradient * broken)  # type: ignore[index, union-attr]
+    backward(model, optimizer)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert optimizer.last_skip == NonfiniteGradients("2.bias", (0, 1))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_of_many_microbatches_one_is_enough(stage: int) -> None:
-    def body(comm: Communicator) -> NonfiniteGradients | None:
-        model, optimizer = distributed(comm, stage, None)
-        with optimizer.no_sync():
-            backward(model, optimizer, broken=math.nan if comm.rank != 1 else 1.0)
-        backward(model, optimizer)
-        optimizer.step()
-        return optimizer.last_skip
-
-    assert run_loopback(3, body) == [NonfiniteGradients("0.weight", (0, 2))] * 3
+@ranks(3)
+def test_of_many_microbatches_one_is_enough(comm: Communicator, stage: int) -> None:
+    model, optimizer = distributed(comm, stage, None)
+    with optimizer.no_sync():
+        backward(model, optimizer, broken=math.nan if comm.rank != 1 else 1.0)
+    backward(model, optimizer)
+    optimizer.step()
+    assert optimizer.last_skip == NonfiniteGradients("0.weight", (0, 2))
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -122,45 +119,38 @@ def test_a_sum_that_overflows_is_nobodys(stage: int, clips: bool) -> None:
     assert "their sum is too large" in str(NonfiniteGradients("4.bias", ()))
 
 
-def test_finite_gradients_whose_norm_overflows_are_clipped_to_zero_as_by_torch() -> None:
-    def body(comm: Communicator) -> bool:
-        model, optimizer = distributed(comm, 1, None)
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: torch.full_like(gradient, 1e25))
-        backward(model, optimizer)
-        assert optimizer.clip_grad_norm_(1.0).isinf()
-        optimizer.step()
-        return optimizer.last_skip is None
-
-    assert run_loopback(2, body) == [True, True]
+@ranks(2)
+def test_finite_gradients_whose_norm_overflows_are_clipped_to_zero_as_by_torch(comm: Communicator) -> None:
+    model, optimizer = distributed(comm, 1, None)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, 1e25))
+    backward(model, optimizer)
+    assert optimizer.clip_grad_norm_(1.0).isinf()
+    optimizer.step()
+    assert optimizer.last_skip is None
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", [None, "float16"])
-def test_so_many_in_a_row_end_the_run(stage: int, precision: str | None) -> None:
-    def body(comm: Communicator) -> tuple[str, int, bool]:
-        model, optimizer = distributed(comm, stage, precision, skip_limit=3)
-        before = state(model, optimizer)
-        for broken in (True, True, False, True, True):
-            if not broken:  # ends the row
-                optimizer.scaler.scale = 1.0
-            backward(model, optimizer, broken=math.nan if broken and comm.rank == 1 else 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if not broken:
-                before = state(model, optimizer)
-        backward(model, optimizer, broken=math.nan if comm.rank == 1 else 1.0)
-        with pytest.raises(DivergenceError) as caught:
-            optimizer.step()
-        return (
-            str(caught.value),
-            optimizer.scaler.skipped,
-            all(map(torch.equal, before, state(model, optimizer))),
-        )
-
-    for told, skipped, unchanged in run_loopback(2, body):
-        assert "came from rank 1; that was number 3 of such steps in a row (skip_limit)" in told
-        assert (skipped, unchanged) == (5, True)
+@ranks(2)
+def test_so_many_in_a_row_end_the_run(comm: Communicator, stage: int, precision: str | None) -> None:
+    model, optimizer = distributed(comm, stage, precision, skip_limit=3)
+    before = state(model, optimizer)
+    for broken in (True, True, False, True, True):
+        if not broken:  # ends the row
+            optimizer.scaler.scale = 1.0
+        backward(model, optimizer, broken=math.nan if broken and comm.rank == 1 else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not broken:
+            before = state(model, optimizer)
+    backward(model, optimizer, broken=math.nan if comm.rank == 1 else 1.0)
+    with pytest.raises(
+        DivergenceError, match=r"from rank 1; that was number 3 of such steps in a row \(skip_l"
+    ):
+        optimizer.step()
+    assert optimizer.scaler.skipped == 5
+    assert all(map(torch.equal, before, state(model, optimizer)))
 
 
 def test_a_limit_below_one_is_refused() -> None:

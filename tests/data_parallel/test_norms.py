@@ -15,7 +15,7 @@ from hpcpar.data_parallel import DistributedOptimizer, fully_shard
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.norms import GradientNorm
 from hpcpar.errors import OperationError
-from tests.data_parallel.staged import staged
+from tests.data_parallel.staged import ranks, staged
 from tests.grid import checkered, pairwise
 
 STAGES = [0, 1, 2, 3]
@@ -94,25 +94,21 @@ def test_the_norm_of_shards_is_that_of_the_whole(stage: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "broken", "kind"), pairwise(STAGES, [math.nan, -math.inf], [2.0, math.inf])
 )
+@ranks(3)
 def test_a_gradient_that_is_no_number_on_one_rank_is_seen_by_all(
-    stage: int, broken: float, kind: float
+    comm: Communicator, stage: int, broken: float, kind: float
 ) -> None:
-    def body(comm: Communicator) -> tuple[float, bool, bool]:
-        found = gradients(comm.rank)
-        if comm.rank == 1:
-            found[2][-1] = broken
-        optimizer = averaged(comm, stage, found)
-        finite = optimizer.gradients_are_finite()
-        norm = optimizer.clip_grad_norm_(math.inf, kind).item()
-        try:
-            optimizer.clip_grad_norm_(1.0, kind, error_if_nonfinite=True)
-        except OperationError as error:
-            return norm, finite, "the norm of the gradients is" in str(error)
-        return norm, finite, False
-
-    for norm, finite, refused in run_loopback(3, body):
-        assert math.isnan(norm) if math.isnan(broken) else norm == math.inf
-        assert (finite, refused) == (False, True)
+    found = gradients(comm.rank)
+    if comm.rank == 1:
+        found[2][-1] = broken
+    optimizer = averaged(comm, stage, found)
+    finite = optimizer.gradients_are_finite()
+    norm = optimizer.clip_grad_norm_(math.inf, kind).item()
+    with pytest.raises(OperationError, match="the norm of the gradients is"):
+        optimizer.clip_grad_norm_(1.0, kind, error_if_nonfinite=True)
+    assert not finite
+    assert math.isnan(norm) if math.isnan(broken) else norm == math.inf
+    assert all(gradient.isnan().all() for _, _, gradient in optimizer.named_gradients()), "as torch clips"
 
 
 def test_infinities_that_cancel_are_seen() -> None:
@@ -215,18 +211,15 @@ def test_ranks_may_hold_other_parameters_split_in_other_ways(kinds: tuple[tuple[
     assert run_loopback(4, body) == [pytest.approx(math.sqrt(squares))] * 4
 
 
-def test_parameters_split_in_contradictory_orders_are_refused() -> None:
-    def refused(world: Communicator) -> bool:
-        a, b = world.split(0, name="a"), world.split(0, name="b")
-        parameters = [torch.ones(1), torch.ones(1)]
-        note_split_over(parameters[0], a, b)
-        note_split_over(parameters[1], b, a)
-        norm = GradientNorm(parameters, [Bucket((0, 1), (0, 1, 2), 8, "float64")], a, sharded=False)
-        with pytest.raises(OperationError, match="noted in other orders for other parameters; note them"):
-            norm.of([torch.ones(2)])
-        return True
-
-    assert run_loopback(2, refused) == [True, True]
+@ranks(2)
+def test_parameters_split_in_contradictory_orders_are_refused(world: Communicator) -> None:
+    a, b = world.split(0, name="a"), world.split(0, name="b")
+    parameters = [torch.ones(1), torch.ones(1)]
+    note_split_over(parameters[0], a, b)
+    note_split_over(parameters[1], b, a)
+    norm = GradientNorm(parameters, [Bucket((0, 1), (0, 1, 2), 8, "float64")], a, sharded=False)
+    with pytest.raises(OperationError, match="noted in other orders for other parameters; note them"):
+        norm.of([torch.ones(2)])
 
 
 def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
@@ -236,21 +229,24 @@ def test_a_split_parameter_must_be_one_of_the_optimizers() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(stage: int) -> None:
-    def body(comm: Communicator) -> tuple[float, bool]:
-        model = Piece(2).requires_grad_(comm.rank == 1)
-        optimizer = staged(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            Communicator.alone(),
-            stage,
-            split_over={"value": [comm]},
-        )
-        if comm.rank == 1:
-            model(torch.tensor([3.0, 4.0])).backward()
-        return optimizer.clip_grad_norm_(1.0).item(), optimizer.gradients_are_finite()
-
-    assert run_loopback(2, body) == [(pytest.approx(5.0), True)] * 2
+@ranks(2)
+def test_who_has_all_parameters_frozen_takes_part_in_the_norm_of_the_others(
+    comm: Communicator, stage: int
+) -> None:
+    model = Piece(2).requires_grad_(comm.rank == 1)
+    optimizer = staged(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        Communicator.alone(),
+        stage,
+        split_over={"value": [comm]},
+    )
+    if comm.rank == 1:
+        model(torch.tensor([3.0, 4.0])).backward()
+    assert (optimizer.clip_grad_norm_(1.0).item(), optimizer.gradients_are_finite()) == (
+        pytest.approx(5.0),
+        True,
+    )
 
 
 def test_a_fully_sharded_stage_goes_by_the_names_that_its_optimizer_was_given() -> None:

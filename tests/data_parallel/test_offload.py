@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, Precision, offload
-from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, NoOffload, make_offload
+from hpcpar.data_parallel.offload import CpuOffload, DiskOffload, Offload, make_offload
 from hpcpar.errors import HpcparError, OffloadError, PeerFailedError
-from tests.data_parallel.staged import fill, staged, whole
+from tests.data_parallel.staged import error_of, fill, ranks, staged, whole
 from tests.grid import checkered
 
 STEPS = 4
@@ -121,12 +121,12 @@ def test_between_steps_memory_holds_no_state(stage: int, tmp_path: Path) -> None
     numel = sum(parameter.numel() for parameter in Network().parameters())
     in_memory = 2 + 1  # values without moments on disk: unused ones, and one without dimensions
     assert counts == [0, 0]
-    kept = [each.tensor for file in update._offload._files.values() for each in file.fields]  # type: ignore[attr-defined]
+    kept = [each.tensor for file in update.offload._files.values() for each in file.fields]  # type: ignore[attr-defined]
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 0
-    assert update.nbytes() == 12 * numel - 8 * in_memory
+    assert update.offload.nbytes() == 12 * numel - 8 * in_memory
     files = list(tmp_path.rglob("*.bin"))
     assert len(files) == len(optimizer.blocks)
-    assert sum(path.stat().st_size for path in files) == update.nbytes()
+    assert sum(path.stat().st_size for path in files) == update.offload.nbytes()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -142,34 +142,22 @@ def test_the_files_go_when_the_optimizer_goes(stage: int, tmp_path: Path) -> Non
     assert isinstance(model, nn.Module), "the model lives on"
 
 
-def test_a_rank_that_owns_padding_alone_has_an_empty_file(tmp_path: Path) -> None:
+@ranks(4)
+def test_a_rank_that_owns_padding_alone_has_an_empty_file(comm: Communicator, tmp_path: Path) -> None:
     # Five elements on four ranks: two each, and nothing for the last.
-    def body(comm: Communicator) -> list[float]:
-        value = nn.Parameter(torch.zeros(5))
-        optimizer = DistributedOptimizer(
-            MAKE["sgd"]([value]), [("value", value)], comm, zero_stage=1, offload=tmp_path
-        )
-        for _ in range(2):
-            value.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return value.tolist()
-
-    assert run_loopback(4, body) == [[pytest.approx(-0.1 - 0.19)] * 5] * 4
-
-
-def failure_of(function: Callable[[], Any]) -> HpcparError | None:
-    try:
-        function()
-    except HpcparError as error:
-        return error
-    return None
+    value = nn.Parameter(torch.zeros(5))
+    optimizer = DistributedOptimizer(
+        MAKE["sgd"]([value]), [("value", value)], comm, zero_stage=1, offload=tmp_path
+    )
+    for _ in range(2):
+        value.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert value.tolist() == [pytest.approx(-0.1 - 0.19)] * 5
 
 
 def full_on_rank_1(monkeypatch: pytest.MonkeyPatch, room: list[int]) -> None:
     """Let rank 1, a thread, have no room for files larger than room[0] bytes."""
-    import threading
-
     reserve = offload._reserve
 
     def limited(path: Path, nbytes: int) -> None:
@@ -192,7 +180,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(
         if comm.rank == 0:
             room[0] = 1
         comm.barrier()
-        return failure_of(lambda: step(comm, model, optimizer))
+        return error_of(lambda: step(comm, model, optimizer))
 
     room[0] = 10**9
     full_on_rank_1(monkeypatch, room)
@@ -210,7 +198,7 @@ def test_no_room_for_the_masters_of_one_rank_is_an_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_on_rank_1(monkeypatch, [10])
-    errors = run_loopback(3, lambda comm: failure_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)))
+    errors = run_loopback(3, lambda comm: error_of(lambda: built(comm, 1, "adamw", None, offload=tmp_path)))
     assert all(isinstance(error, PeerFailedError) for error in errors)
     assert all("making room for the optimizer's state: failed on 1 of 3" in str(error) for error in errors)
 
@@ -221,7 +209,7 @@ def test_a_directory_that_one_rank_cannot_write_to_is_an_error_on_all(stage: int
 
     def body(comm: Communicator) -> HpcparError | None:
         place = tmp_path / ("file" if comm.rank == 2 else "fine")
-        return failure_of(lambda: built(comm, stage, "adamw", None, offload=place / "states"))
+        return error_of(lambda: built(comm, stage, "adamw", None, offload=place / "states"))
 
     for error in run_loopback(3, body):
         assert isinstance(error, PeerFailedError)
@@ -290,9 +278,8 @@ def test_while_a_block_is_stepped_on_the_one_before_is_written_and_the_next_is_r
 
 def test_what_offload_asks_for() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert type(make_offload(None, cpu)) is NoOffload
-    assert type(make_offload(None, gpu)) is NoOffload
-    assert type(make_offload("cpu", cpu)) is NoOffload
+    for place, device in ((None, cpu), (None, gpu), ("cpu", cpu)):
+        assert type(make_offload(place, device)) is Offload
     assert type(make_offload("cpu", gpu)) is CpuOffload
 
 

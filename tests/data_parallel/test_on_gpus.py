@@ -8,14 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.comm import Communicator
-from hpcpar.data_parallel import (
-    DistributedOptimizer,
-    broadcast_parameters,
-    fully_shard,
-    summon_full_parameters,
-)
+from hpcpar.data_parallel import broadcast_parameters
 from hpcpar.launch.binding import gpu_for
 from hpcpar.partition import bounds
+from tests.data_parallel.staged import staged, whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -69,13 +65,9 @@ def test_replicas_on_gpus_follow_one_process(
 ) -> None:
     expected = serial(gpu, kind)
     model = network(0 if stage == 3 else world.rank, gpu)
-    if stage == 3:
-        fully_shard(model, world)
-    else:
+    if stage < 3:
         broadcast_parameters(model, world)
-    optimizer = DistributedOptimizer(
-        make(list(model.parameters()), kind), model.named_parameters(), world, zero_stage=stage
-    )
+    optimizer = staged(model, make(list(model.parameters()), kind), world, stage)
     start, stop = bounds(SAMPLES, world.size)[world.rank]
     for step in range(STEPS):
         inputs, targets = batch(step, gpu)
@@ -98,23 +90,17 @@ def test_replicas_on_gpus_follow_one_process(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_on_gpus_follows_one_process(world: Communicator, gpu: torch.device, stage: int) -> None:
     """Gradients are the same to the last bit; kernels may differ with the alignment of what they read."""
-    from tests.data_parallel.test_matrix_step import Network, gradients_of, muon_with_adamw
+    from tests.data_parallel.test_matrix_step import Network, gradients_of, muon_with_adamw, take_averages
 
     alone = Network(Communicator.alone()).to(gpu)
     plain = muon_with_adamw(alone)
     model = Network(Communicator.alone()).to(gpu)
-    inner = muon_with_adamw(model)
-    if stage == 3:
-        fully_shard(model, world)
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), world, zero_stage=stage)
+    optimizer = staged(model, muon_with_adamw(model), world, stage)
     for step in range(STEPS):
         given = [gradients_of(step, rank, world.size) for rank in range(world.size)]
-        for parameter, each in zip(alone.parameters(), zip(*given, strict=True), strict=True):
-            parameter.grad = (sum(each) / world.size).to(gpu)
+        take_averages(alone, given)
         plain.step()
         model(given[world.rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with summon_full_parameters(model):
-        found = [parameter.detach().clone() for parameter in model.parameters()]
-    torch.testing.assert_close(found, list(alone.parameters()), rtol=0, atol=1e-3)
+    torch.testing.assert_close(whole(model), list(alone.parameters()), rtol=0, atol=1e-3)

@@ -21,7 +21,7 @@ from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_parameters
 from hpcpar.errors import OperationError
 from hpcpar.models import Llama, LlamaConfig, parallel_layers
-from tests.data_parallel.staged import fill, staged, whole
+from tests.data_parallel.staged import fill, ranks, staged, whole
 from tests.grid import checkered
 
 
@@ -105,6 +105,15 @@ class Late:
         self._flat.copy_(self._new)
 
 
+def make_late(optimizer: DistributedOptimizer) -> dict[int, Any]:
+    """Let all blocks be on their way until they are waited for; return what is still under way."""
+    allgather: Any = optimizer._parts.allgather
+    for number, handle in list(allgather._under_way.items()):
+        handle.wait()
+        allgather._under_way[number] = Late(allgather._blocks[number].flat)
+    return allgather._under_way  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_layers_that_are_computed_together_have_their_new_parameters(stage: int, mode: str) -> None:
@@ -127,16 +136,11 @@ def test_layers_that_are_computed_together_have_their_new_parameters(stage: int,
         )
         model(tokens).square().mean().backward()
         optimizer.step()
-        allgather = optimizer._parts.allgather
-        begun = dict(allgather._under_way)
-        for number, handle in begun.items():
-            handle.wait()
-            allgather._under_way[number] = Late(allgather._blocks[number].flat)  # type: ignore[assignment,arg-type]
+        under_way = make_late(optimizer)
+        begun = len(under_way)
         early = model(tokens).square().mean().item()
-        left = len(allgather._under_way)
-        optimizer.wait_for_parameters()
-        assert left == 0
-        return len(begun), early, model(tokens).square().mean().item()
+        assert not under_way
+        return begun, early, model(tokens).square().mean().item()
 
     for begun, early, later in run_loopback(2, body):
         assert begun > 10, "every layer has buckets of its own"
@@ -179,28 +183,23 @@ READING: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", READING)
-def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(name: str) -> None:
-    def body(comm: Communicator) -> tuple[bool, int]:
-        model = READING[name]()
-        optimizer = staged(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            comm,
-            1,
-            model=model,
-            overlap_allgather=True,
-            bucket_bytes=1,
-        )
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        allgather = optimizer._parts.allgather
-        for number, handle in dict(allgather._under_way).items():
-            handle.wait()
-            allgather._under_way[number] = Late(allgather._blocks[number].flat)  # type: ignore[assignment,arg-type]
-        early = model(torch.ones(2, 3))
-        return bool(early.isfinite().all()), len(allgather._under_way)
-
-    assert run_loopback(2, body) == [(True, 0)] * 2
+@ranks(2)
+def test_parameters_that_a_module_reads_in_other_ways_are_waited_for(comm: Communicator, name: str) -> None:
+    model = READING[name]()
+    optimizer = staged(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        comm,
+        1,
+        model=model,
+        overlap_allgather=True,
+        bucket_bytes=1,
+    )
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    under_way = make_late(optimizer)
+    early = model(torch.ones(2, 3))
+    assert (bool(early.isfinite().all()), len(under_way)) == (True, 0)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -391,20 +390,17 @@ def test_on_mpi_parameters_in_common_are_trained_as_others(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_that_is_waited_for_can_be_saved_whole(stage: int) -> None:
-    def body(comm: Communicator) -> list[list[Tensor]]:
-        model, optimizer = built(comm, stage, overlap=True)
-        backward(comm, model, 0)
-        optimizer.step()
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        copied = copy.deepcopy(loaded)
-        backward(comm, copied, 1)
-        copied.load_state_dict(loaded.state_dict())
-        return [[p.detach().clone() for p in each.parameters()] for each in (model, loaded, copied)]
-
-    for model, loaded, copied in run_loopback(2, body):
-        assert all(torch.equal(a, b) for a, b in zip(loaded, model, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(copied, model, strict=True))
+@ranks(2)
+def test_a_model_that_is_waited_for_can_be_saved_whole(comm: Communicator, stage: int) -> None:
+    model, optimizer = built(comm, stage, overlap=True)
+    backward(comm, model, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(loaded)
+    backward(comm, copied, 1)
+    copied.load_state_dict(loaded.state_dict())
+    for other in (loaded, copied):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, fully_shard
+from hpcpar.data_parallel import broadcast_parameters, fully_shard
 from hpcpar.data_parallel.parameters import agree_on_parameters, describe, distinct, view_like
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
 from hpcpar.tensor_parallel import Column, parallelize
+from tests.data_parallel.staged import ranks, staged
 
 
 def test_a_shared_tensor_is_kept_once_under_its_first_name() -> None:
@@ -110,27 +111,22 @@ def test_a_lazy_parameter_without_a_shape_is_named_on_every_rank(called: int) ->
     assert all(expected in message for message in run_loopback(2, check))
 
 
-def test_parts_of_a_parameter_are_not_taken_for_replicas() -> None:
-    def body(world: Communicator) -> tuple[list[str], float]:
-        mesh = Mesh(world, tp=2)
-        linear = nn.Linear(2, 4, bias=False)
-        nn.init.ones_(linear.weight)
-        model = parallelize(nn.Sequential(linear), {"0": Column(gather_output=True)}, mesh)
-        programs: list[Callable[[], object]] = [
-            lambda: broadcast_parameters(model, world),
-            lambda: fully_shard(model, world),
-            lambda: DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), world
-            ),
-        ]
-        found = []
-        for program in programs:
-            with pytest.raises(MismatchError, match="pass the communicator of replicas") as error:
-                program()
-            found.append(str(error.value))
-        broadcast_parameters(model, mesh.dp)
-        return found, model[0].weight.sum().item()
-
-    for found, total in run_loopback(4, body):
-        assert all(text.startswith("0.weight is split over") for text in found)
-        assert total == 4.0
+@ranks(4)
+def test_parts_of_a_parameter_are_not_taken_for_replicas(world: Communicator) -> None:
+    mesh = Mesh(world, tp=2)
+    linear = nn.Linear(2, 4, bias=False)
+    nn.init.ones_(linear.weight)
+    model = parallelize(nn.Sequential(linear), {"0": Column(gather_output=True)}, mesh)
+    programs: list[Callable[[], object]] = [
+        lambda: broadcast_parameters(model, world),
+        lambda: fully_shard(model, world),
+        lambda: staged(model, torch.optim.SGD(model.parameters()), world, 0),
+        lambda: staged(model, torch.optim.SGD(model.parameters()), world, 1),
+    ]
+    for program in programs:
+        with pytest.raises(
+            MismatchError, match=r"^0\.weight is split over .* pass the communicator of replicas"
+        ):
+            program()
+    broadcast_parameters(model, mesh.dp)
+    assert model[0].weight.sum() == 4.0

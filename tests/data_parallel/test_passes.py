@@ -8,8 +8,8 @@ from torch import nn
 
 from hpcpar.comm import Communicator, run_loopback
 from hpcpar.data_parallel import DistributedOptimizer, summon_full_parameters
-from hpcpar.errors import GradientOrderError, OperationError
-from tests.data_parallel.staged import ranks, staged
+from hpcpar.errors import OperationError
+from tests.data_parallel.staged import staged
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -87,17 +87,6 @@ def test_backwards_inside_no_sync_are_passes_before_those_that_count(stage: int)
     assert run_loopback(2, body) == run_loopback(2, at_once)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@ranks(2)
-def test_one_backward_more_is_refused(comm: Communicator, stage: int) -> None:
-    model, optimizer = distributed(stage, comm, 2)
-    for number in range(2):
-        model(rows(comm.rank, number)).sum().backward()
-    with pytest.raises(GradientOrderError):
-        model(rows(comm.rank, 2)).sum().backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("passes", [0, -1])
 def test_there_is_at_least_one(passes: int) -> None:
     _, optimizer = distributed(0, Communicator.alone())
@@ -107,7 +96,7 @@ def test_there_is_at_least_one(passes: int) -> None:
         distributed(1, Communicator.alone(), passes)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@every_stage
 def test_gradients_set_by_hand_are_averaged(stage: int) -> None:
     def body(comm: Communicator) -> list[list[float]]:
         model, optimizer = distributed(stage, comm)
@@ -118,38 +107,3 @@ def test_gradients_set_by_hand_are_averaged(stage: int) -> None:
 
     expected = [[value - 1.0 for value in of] for of in values(model_of())]
     assert run_loopback(2, body) == [expected] * 2
-
-
-@ranks(2)
-def test_a_gradient_set_by_hand_after_all_have_been_sent_is_refused(comm: Communicator) -> None:
-    model, _optimizer = distributed(2, comm)
-    model(rows(comm.rank, 0)).sum().backward()
-    with pytest.raises(OperationError, match="gradient of bias was to be replaced"):
-        model.bias.grad = torch.ones_like(model.bias)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_group_added_later_finds_the_state_of_the_others(stage: int) -> None:
-    def steps(model: nn.Linear, optimizer: torch.optim.Optimizer, share: float) -> None:
-        for step in range(4):
-            if step == 2:
-                bias = model.bias if type(optimizer) is torch.optim.AdamW else ("bias", model.bias)
-                optimizer.add_param_group({"params": [bias], "lr": 0.02})
-            (model(rows(0, step)).square().sum() * share).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.bias.grad = None
-
-    def body(comm: Communicator) -> list[list[float]]:
-        model = model_of()
-        inner = torch.optim.AdamW([model.weight], lr=0.01)
-        optimizer = DistributedOptimizer(inner, [("weight", model.weight)], comm, zero_stage=stage)
-        steps(model, optimizer, 2 * comm.rank)
-        return values(model)
-
-    reference = model_of()
-    steps(reference, torch.optim.AdamW([reference.weight], lr=0.01), 1.0)
-    found = run_loopback(2, body)
-    assert found[0] == found[1]
-    for own, expected in zip(found[0], values(reference), strict=True):
-        assert own == pytest.approx(expected, abs=1e-12)

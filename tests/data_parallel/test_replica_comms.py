@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel import DistributedOptimizer, broadcast_parameters, fully_shard
-from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.data_parallel import (
+    DistributedOptimizer,
+    broadcast_parameters,
+    fully_shard,
+    summon_full_parameters,
+)
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.mesh import Mesh
 from hpcpar.parameter_info import note

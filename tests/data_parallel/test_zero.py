@@ -23,14 +23,14 @@ from hpcpar.data_parallel import (
     summon_full_parameters,
 )
 from hpcpar.errors import OperationError
-from tests.data_parallel.staged import ResidualLayer, fill, staged, whole
+from tests.data_parallel.staged import ResidualLayer, fill, ranks, staged, whole
 from tests.grid import pairwise
 
 STEPS = 10
 STEPS_ON_MPI = 4
 """Few: ranks that are threads take all of them."""
 
-SAMPLES = 36
+SAMPLES = 72
 CLIP = 10.0
 TOLERANCE = 1e-10
 LIMITS = {"bucket_bytes": 700, "first_bucket_bytes": 100}
@@ -80,12 +80,11 @@ class Branches(nn.Module):
 
 
 class Course(NamedTuple):
-    """Own part of each step's loss, norms before clipping, parameters at the end, last step's bytes sent."""
+    """Own part of each step's loss, norms before clipping, parameters at the end."""
 
     losses: list[float]
     norms: list[float]
     parameters: list[Tensor]
-    sent: dict[str, int]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -103,12 +102,16 @@ def train(
     microbatches: int = 1,
     set_to_none: bool = True,
 ) -> Course:
-    """Train on this rank's part of each batch; with a plain optimizer on all of it, in one process."""
+    """Train on this rank's part of each batch; with a plain optimizer on all of it, in one process.
+
+    All steps together send what theory says, on each communicator.
+    """
     start, stop = partition.bounds(SAMPLES, comm.size)[comm.rank]
     is_plain = not isinstance(optimizer, DistributedOptimizer)
+    for used, _ in {} if is_plain else optimizer.traffic_by_comm():
+        used.traffic.reset()
     losses, norms = [], []
     for step in range(steps):
-        comm.traffic.reset()
         inputs, targets = (tensor[start:stop].chunk(microbatches) for tensor in batch(step))
         losses.append(0.0)
         for number, (part, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -126,8 +129,11 @@ def train(
         optimizer.zero_grad(set_to_none=set_to_none)
     if not is_plain:
         optimizer.wait_for_parameters()
-    sent = {name: comm.traffic.nbytes_sent(name) for name in ("allreduce", "reduce_scatter", "allgather")}
-    return Course(losses, norms, whole(model), sent)
+        theory = optimizer.traffic_by_comm(steps, backwards=microbatches, norms=1)
+        sent = {key: key[0].traffic.nbytes_sent(key[1]) for key in theory}
+        for key in sorted(theory, key=str):
+            assert sum(key[0].allgather_object(sent[key])) == theory[key], key
+    return Course(losses, norms, whole(model))
 
 
 def serial(model: nn.Module, make: Make, steps: int = STEPS) -> Course:
@@ -136,14 +142,12 @@ def serial(model: nn.Module, make: Make, steps: int = STEPS) -> Course:
 
 def in_stage(
     comm: Communicator, stage: int, make: Make, microbatches: int, *, steps: int = STEPS, **options: Any
-) -> tuple[Course, dict[str, int]]:
-    """Train in a stage of ZeRO; return what theory says of the bytes sent in a step, too."""
+) -> Course:
     model = Network()
     if options.pop("overlap", False):
         options |= {"model": model, "overlap_allgather": stage in (1, 2)}
     optimizer = staged(model, make(list(model.parameters())), comm, stage, **LIMITS, **options)
-    course = train(model, optimizer, comm, steps=steps, microbatches=microbatches)
-    return course, optimizer.expected_traffic(1, backwards=microbatches, norms=1)
+    return train(model, optimizer, comm, steps=steps, microbatches=microbatches)
 
 
 def assert_same_course(courses: Sequence[Course], expected: Course) -> None:
@@ -166,9 +170,55 @@ def test_every_stage_follows_one_process(stage: int, size: int, optimizer: str, 
     expected = serial(Network(), make)
     assert min(expected.norms) < CLIP < max(expected.norms), "clipping is to be seen at work and at rest"
     found = run_loopback(size, lambda comm: in_stage(comm, stage, make, microbatches))
-    assert_same_course([course for course, _ in found], expected)
-    for name, theory in found[0][1].items():
-        assert sum(course.sent[name] for course, _ in found) == theory, name
+    assert_same_course(found, expected)
+
+
+HYBRID = {"1 of 4": (4, 1), "2 of 4": (4, 2), "4 of 4": (4, 4), "3 of 6": (6, 3), "2 of 8": (8, 2)}
+"""Numbers of ranks, and over how many of them shards are cut."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "hybrid", "optimizer", "microbatches"), pairwise([1, 2, 3], HYBRID, OPTIMIZERS, [1, 3])
+)
+def test_shards_over_some_of_the_ranks_follow_one_process(
+    stage: int, hybrid: str, optimizer: str, microbatches: int
+) -> None:
+    make, (size, shard_ranks) = OPTIMIZERS[optimizer], HYBRID[hybrid]
+    found = run_loopback(size, lambda c: in_stage(c, stage, make, microbatches, shard_ranks=shard_ranks))
+    assert_same_course(found, serial(Network(), make))
+
+
+def test_shards_alone_travel_between_the_groups() -> None:
+    """Of Φ values a rank sends 2(n-1)/n within its group of n, and 2(r-1)/r of Φ/n to the r - 1 others."""
+
+    def work(comm: Communicator) -> list[int]:
+        model = nn.Linear(8, 8, bias=False)
+        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, 2, shard_ranks=4)
+        within, across = optimizer.replica_comms.shard_comm(None), optimizer.replica_comms.across(None)
+        assert across is not None
+        calls = ((within, "reduce_scatter"), (within, "allgather"), (across, "allreduce"))
+        for used, _ in calls:
+            used.traffic.reset()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        return [used.traffic.nbytes_sent(collective) for used, collective in calls]
+
+    nbytes = 64 * 4
+    assert run_loopback(8, work) == [[nbytes * 3 // 4, nbytes * 3 // 4, nbytes // 4]] * 8
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "words"),
+    [
+        (1, {"shard_ranks": 3}, "give one of 1, 2, 4"),
+        (0, {"shard_ranks": 2}, "nothing is sharded"),
+        (1, {"shard_ranks": 2, "shared_parameters": True}, "leave shard_ranks out"),
+    ],
+    ids=["no divisor", "stage 0", "shared"],
+)
+def test_shard_ranks_that_cannot_be_are_refused(stage: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OperationError, match=words):
+        run_loopback(4, lambda comm: in_stage(comm, stage, OPTIMIZERS["sgd"], 1, **options))
 
 
 @pytest.mark.mpi
@@ -178,20 +228,20 @@ def test_every_stage_on_mpi_follows_one_process(
 ) -> None:
     make = OPTIMIZERS["adamw"]
     expected = serial(Network(), make, STEPS_ON_MPI)
-    course, _ = in_stage(
+    course = in_stage(
         world, stage, make, microbatches, steps=STEPS_ON_MPI, overlap=True, shared_parameters=shared
     )
     assert_same_course(world.allgather_object(course), expected)
 
 
 def replicas(
-    comm: Communicator, make: Make, microbatches: int, *, set_to_none: bool = True
+    comm: Communicator, make: Make, microbatches: int, *, stage: int = 0, set_to_none: bool = True
 ) -> tuple[Course, str]:
     """Train replicas whose hooks fire in an order of each rank's own; return that order, too."""
     model = Branches(seed=comm.rank, first_branch=comm.rank)
     broadcast_parameters(model, comm)
-    inner = make(list(model.parameters()))
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, **LIMITS)
+    limits = {"bucket_bytes": 100, "first_bucket_bytes": 100}  # more buckets than staging buffers
+    optimizer = staged(model, make(list(model.parameters())), comm, stage, **limits)
     order: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
@@ -200,12 +250,16 @@ def replicas(
 
 
 @pytest.mark.parametrize(
-    ("size", "optimizer", "microbatches", "set_to_none"),
-    pairwise([1, 2, 3, 4], OPTIMIZERS, [1, 3], [True, False]),
+    ("stage", "size", "optimizer", "microbatches", "set_to_none"),
+    pairwise([0, 1, 2], [1, 2, 3, 4], OPTIMIZERS, [1, 3], [True, False]),
 )
-def test_replicas_follow_one_process(size: int, optimizer: str, microbatches: int, set_to_none: bool) -> None:
+def test_replicas_follow_one_process(
+    stage: int, size: int, optimizer: str, microbatches: int, set_to_none: bool
+) -> None:
     make = OPTIMIZERS[optimizer]
-    found = run_loopback(size, lambda comm: replicas(comm, make, microbatches, set_to_none=set_to_none))
+    found = run_loopback(
+        size, lambda comm: replicas(comm, make, microbatches, stage=stage, set_to_none=set_to_none)
+    )
     assert_same_course([course for course, _ in found], serial(Branches(seed=0), make))
     assert len({order for _, order in found}) == size, "hooks fire in other orders"
 
@@ -264,17 +318,15 @@ def test_sums_times_the_loss_factor_are_the_mean_of_unequal_parts(stage: int) ->
             torch.testing.assert_close(mine, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_a_loss_factor_of_nothing_is_none_and_of_no_counts_an_error_on_every_rank() -> None:
-    def body(comm: Communicator) -> float:
-        model = nn.Linear(2, 1)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm)
-        for odd in (-1.0, float("nan")):
-            with pytest.raises(OperationError, match="loss_factor"):
-                optimizer.loss_factor(odd if comm.rank else 2)
-        return optimizer.loss_factor(torch.tensor(0))
-
-    assert run_loopback(2, body) == [0.0, 0.0]
+@ranks(2)
+def test_a_loss_factor_of_nothing_is_none_and_of_no_counts_an_error_on_every_rank(comm: Communicator) -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm)
+    for odd in (-1.0, float("nan")):
+        with pytest.raises(OperationError, match="loss_factor"):
+            optimizer.loss_factor(odd if comm.rank else 2)
+    assert optimizer.loss_factor(torch.tensor(0)) == 0.0
 
 
 class Withheld(torch.autograd.Function):
@@ -305,29 +357,28 @@ class Weighted(nn.Module):
 @pytest.mark.smoke
 @pytest.mark.parametrize("by", ["hook", "function"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(stage: int, by: str) -> None:
+@ranks(2)
+def test_a_gradient_that_is_withheld_on_one_rank_counts_as_zero(
+    comm: Communicator, stage: int, by: str
+) -> None:
     """The second step must not find in its bucket what the first one has left there."""
+    model, tells = Weighted(), True
 
-    def body(comm: Communicator) -> list[float]:
-        model, tells = Weighted(), True
+    def drop(parameter: Tensor) -> None:
+        if not tells:
+            parameter.grad = None
 
-        def drop(parameter: Tensor) -> None:
-            if not tells:
-                parameter.grad = None
-
-        if by == "hook":
-            model.weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.25), comm, stage)
-        for step in range(2):
-            tells = step == 0 or comm.rank == 0
-            model(tells or by == "hook").sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with summon_full_parameters(model):
-            found: list[float] = model.weight.flatten().tolist()
-        return found
-
-    assert run_loopback(2, body) == [[1 - 0.25 - 0.125] * 2] * 2
+    if by == "hook":
+        model.weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    optimizer = staged(model, torch.optim.SGD(model.parameters(), lr=0.25), comm, stage)
+    for step in range(2):
+        tells = step == 0 or comm.rank == 0
+        model(tells or by == "hook").sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with summon_full_parameters(model):
+        found: list[float] = model.weight.flatten().tolist()
+    assert found == [1 - 0.25 - 0.125] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])

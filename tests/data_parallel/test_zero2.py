@@ -15,7 +15,7 @@ from hpcpar.data_parallel import DistributedOptimizer
 from hpcpar.data_parallel.buckets import Bucket
 from hpcpar.data_parallel.zero2 import ShardedGradients
 from hpcpar.errors import BufferTypeError, GradientOrderError, OperationError
-from tests.data_parallel.staged import staged
+from tests.data_parallel.staged import ranks, staged
 from tests.grid import checkered
 
 MICROBATCHES = 3
@@ -132,48 +132,6 @@ def test_between_microbatches_there_is_no_whole_gradient(stage: int, size: int) 
     assert sum(total for *_, total in results) == 5 * 45 * 42 * (1 + size) / 2 * MICROBATCHES
 
 
-def test_gradients_that_come_out_of_order_leave_in_order() -> None:
-    # Branches in an order of their own on every rank: hooks fire accordingly.
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (3, 4, 5, 6, 7))
-
-        def forward(self, first: int) -> Tensor:
-            total = torch.zeros(())
-            for step in range(5):
-                number = (first + step) % 5
-                total = total * 0.5 + self.branches[number].sum() * (number + 1)
-            return total
-
-    def body(comm: Communicator) -> list[float]:
-        model = Branches()
-        optimizer = staged(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), comm, 2, bucket_bytes=1, first_bucket_bytes=1
-        )
-        model(comm.rank).backward()
-        optimizer.step()
-        return [parameter[0].item() for parameter in model.parameters()]
-
-    def gradient(number: int, first: int) -> float:
-        return (number + 1) * 0.5 ** (4 - (number - first) % 5)
-
-    expected = [1 - sum(gradient(number, first) for first in range(4)) / 4 for number in range(5)]
-    assert run_loopback(4, body) == [pytest.approx(expected)] * 4
-
-
-def test_two_backwards_without_no_sync_add_up_too() -> None:
-    def body(comm: Communicator) -> float:
-        model = Chain()
-        optimizer = optimizer_of(model, comm, 2)
-        for _ in range(2):
-            model(one()).backward()
-        optimizer.synchronize()
-        return sum(float(g.sum()) for name, _, g in optimizer.named_gradients() if name == "last")
-
-    assert sum(run_loopback(2, body)) == 5 * 45 * 42 * 2
-
-
 def gradients_of(numels: list[int], comm: Communicator, **options: Any) -> tuple[list[Tensor], Any]:
     parameters = [nn.Parameter(torch.ones(numel)) for numel in numels]
     size = comm.size
@@ -183,17 +141,6 @@ def gradients_of(numels: list[int], comm: Communicator, **options: Any) -> tuple
     ]
     names = [f"p{number}" for number in range(len(numels))]
     return parameters, ShardedGradients(names, parameters, buckets, comm, **options)
-
-
-def test_a_rank_without_a_backward_takes_part_with_zeros() -> None:
-    def body(comm: Communicator) -> tuple[list[float], list[int]]:
-        (a, _), gradients = gradients_of([2, 2], comm)
-        if comm.rank == 0:
-            (a.sum() * 4).backward()
-        gradients.synchronize()
-        return [shard.tolist() for shard in gradients.shards], gradients.used
-
-    assert run_loopback(2, body) == [([[0.0], [2.0]], [1, 0])] * 2
 
 
 def test_padding_holds_no_rest_of_another_bucket() -> None:
@@ -209,16 +156,14 @@ def test_padding_holds_no_rest_of_another_bucket() -> None:
     assert second == [[7.0] * 4, [7.0] * 4, [7.0, 0.0], [7.0, 0.0]]
 
 
-def test_forgetting_gradients_awaits_what_is_under_way_and_begins_anew() -> None:
-    def body(comm: Communicator) -> list[list[float]]:
-        (a, b), gradients = gradients_of([2, 2], comm)
-        (a.sum() * 100 + b.sum()).backward()
-        gradients.zero()
-        (a.sum() * (1 + comm.rank)).backward()
-        gradients.synchronize()
-        return [shard.tolist() for shard in gradients.shards], gradients.used
-
-    assert run_loopback(2, body) == [([[0.0], [1.5]], [1, 0])] * 2
+@ranks(2)
+def test_forgetting_gradients_awaits_what_is_under_way_and_begins_anew(comm: Communicator) -> None:
+    (a, b), gradients = gradients_of([2, 2], comm)
+    (a.sum() * 100 + b.sum()).backward()
+    gradients.zero()
+    (a.sum() * (1 + comm.rank)).backward()
+    gradients.synchronize()
+    assert ([shard.tolist() for shard in gradients.shards], gradients.used) == ([[0.0], [1.5]], [1, 0])
 
 
 def test_averaging_twice_and_inside_no_sync_is_refused() -> None:
@@ -232,17 +177,15 @@ def test_averaging_twice_and_inside_no_sync_is_refused() -> None:
         gradients.synchronize()
 
 
-def test_sums_are_kept_in_the_type_that_was_asked_for() -> None:
-    def body(comm: Communicator) -> tuple[torch.dtype, list[float]]:
-        value = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        bucket = Bucket((0,), (0, 2), 2, (torch.bfloat16, torch.device("cpu")))
-        gradients = ShardedGradients(["value"], [value], [bucket], comm, dtype=torch.float32)
-        for factor in (256.0, 1.0):  # whose sum bfloat16 cannot hold
-            (value.sum() * factor).backward()
-        gradients.synchronize()
-        return gradients.shards[0].dtype, gradients.shards[0].tolist()
-
-    assert run_loopback(2, body) == [(torch.float32, [257.0])] * 2
+@ranks(2)
+def test_sums_are_kept_in_the_type_that_was_asked_for(comm: Communicator) -> None:
+    value = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    bucket = Bucket((0,), (0, 2), 2, (torch.bfloat16, torch.device("cpu")))
+    gradients = ShardedGradients(["value"], [value], [bucket], comm, dtype=torch.float32)
+    for factor in (256.0, 1.0):  # whose sum bfloat16 cannot hold
+        (value.sum() * factor).backward()
+    gradients.synchronize()
+    assert (gradients.shards[0].dtype, gradients.shards[0].tolist()) == (torch.float32, [257.0])
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
@@ -269,19 +212,17 @@ def test_a_second_gradient_in_one_backward_is_refused_with_advice() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parts_that_are_recomputed_by_backwards_of_their_own_add_up() -> None:
-    def body(comm: Communicator) -> list[float]:
-        (a, b), gradients = gradients_of([2, 2], comm)
-        value = torch.ones(2, requires_grad=True)
-        for parameter in (a, b, a):
-            value = torch.utils.checkpoint.checkpoint(
-                lambda value, parameter=parameter: value * parameter * 3, value, use_reentrant=True
-            )
-        value.sum().backward()
-        gradients.synchronize()
-        return [shard.tolist() for shard in gradients.shards]
-
-    assert run_loopback(2, body) == [[[27.0], [54.0]]] * 2
+@ranks(2)
+def test_parts_that_are_recomputed_by_backwards_of_their_own_add_up(comm: Communicator) -> None:
+    (a, b), gradients = gradients_of([2, 2], comm)
+    value = torch.ones(2, requires_grad=True)
+    for parameter in (a, b, a):
+        value = torch.utils.checkpoint.checkpoint(
+            lambda value, parameter=parameter: value * parameter * 3, value, use_reentrant=True
+        )
+    value.sum().backward()
+    gradients.synchronize()
+    assert [shard.tolist() for shard in gradients.shards] == [[27.0], [54.0]]
 
 
 def test_a_forgotten_one_answers_no_more() -> None:
@@ -291,22 +232,20 @@ def test_a_forgotten_one_answers_no_more() -> None:
     assert a.grad.tolist() == [1.0, 1.0]
 
 
-def test_an_error_in_a_backward_leaves_a_state_that_zero_grad_mends() -> None:
-    def body(comm: Communicator) -> list[list[float]]:
-        (a, b), gradients = gradients_of([2, 2], comm)
+@ranks(2)
+def test_an_error_in_a_backward_leaves_a_state_that_zero_grad_mends(comm: Communicator) -> None:
+    (a, b), gradients = gradients_of([2, 2], comm)
 
-        def fail(_: Tensor) -> None:
-            raise ValueError("in the middle")
+    def fail(_: Tensor) -> None:
+        raise ValueError("in the middle")
 
-        between = a * 2
-        between.register_hook(fail)
-        with pytest.raises(ValueError, match="in the middle"):
-            (between * b).sum().backward()
-        with pytest.raises(GradientOrderError, match=r"error ended the backward before.*zero_grad\(\)"):
-            (a * b).sum().backward()
-        gradients.zero()
+    between = a * 2
+    between.register_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        (between * b).sum().backward()
+    with pytest.raises(GradientOrderError, match=r"error ended the backward before.*zero_grad\(\)"):
         (a * b).sum().backward()
-        gradients.synchronize()
-        return [shard.tolist() for shard in gradients.shards]
-
-    assert run_loopback(2, body) == [[[1.0], [1.0]]] * 2
+    gradients.zero()
+    (a * b).sum().backward()
+    gradients.synchronize()
+    assert [shard.tolist() for shard in gradients.shards] == [[1.0], [1.0]]

@@ -21,14 +21,14 @@ from hpcpar.data_parallel import DistributedOptimizer, fully_shard, summon_full_
 from hpcpar.data_parallel.fsdp_unit import FsdpUnit
 from hpcpar.data_parallel.zero3 import FullyShardedState, sharding_in
 from hpcpar.errors import (
-    HpcparError,
     MismatchError,
     OperationError,
     PeerFailedError,
     ShardedParameterError,
 )
 from hpcpar.parameter_info import info_of, note
-from tests.data_parallel.staged import ResidualLayer, fill, whole
+from tests.data_parallel.staged import ResidualLayer, error_of, fill, ranks, staged, whole
+from tests.grid import checkered
 
 STEPS = 3
 
@@ -52,9 +52,12 @@ def batch(number: int, rank: int) -> Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
 def optimizer_of(model: nn.Module, comm: Communicator, **options: Any) -> DistributedOptimizer:
-    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    return DistributedOptimizer(inner, model.named_parameters(), comm, **options)
+    return DistributedOptimizer(sgd(model), model.named_parameters(), comm, **options)
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -130,6 +133,16 @@ def assert_follows(
         assert not same(found.parameters, list(build().parameters()))
 
 
+def assert_same_in_stage_3(
+    body: Callable[[Communicator, int], list[Tensor]], reference: int = 0
+) -> list[list[Tensor]]:
+    """Run a program on two ranks in stage 3 and in another; return what it gives in stage 3."""
+    expected = run_loopback(2, lambda comm: body(comm, reference))
+    found = run_loopback(2, lambda comm: body(comm, 3))
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    return found
+
+
 def sharding(model: nn.Module) -> FullyShardedState:
     found = model.__dict__["_hpcpar_sharding"]
     assert isinstance(found, FullyShardedState)
@@ -168,19 +181,14 @@ def test_a_precision_is_that_of_other_stages(precision: str) -> None:
 
     def body(comm: Communicator, stage: int) -> list[Tensor]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm, precision=precision)
-        optimizer = optimizer_of(model, comm, zero_stage=stage, precision=None if stage == 3 else precision)
+        optimizer = staged(model, sgd(model), comm, stage, precision=precision)
         for step in range(STEPS):
             plain_loss(model, batch(step, comm.rank).to(dtype)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 2))
-    found = run_loopback(2, lambda comm: body(comm, 3))
-    assert all(each[0].dtype == dtype for each in found)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(each[0].dtype == dtype for each in assert_same_in_stage_3(body, 2))
 
 
 def nested(name: str, module: nn.Module) -> bool:
@@ -234,10 +242,6 @@ class Twice(Network):
         return self.head(self.layers[1](hidden) + self.layers[0](hidden) + self.layers[1](hidden))
 
 
-def test_a_unit_may_be_called_more_than_once_and_others_not_at_all() -> None:
-    assert_follows(Twice)
-
-
 class Tied(Network):
     """The root's matrix is used by the root twice; one of layer 0 and 2 is the same, and so the root's."""
 
@@ -271,11 +275,6 @@ class Mixture(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_experts_may_be_used_by_some_ranks_only(prefetch: int) -> None:
-    assert_follows(lambda: Network(Mixture, count=6), prefetch=prefetch)
-
-
 class Leaving(Network):
     """Calls all layers, but may leave out what some in a row have made."""
 
@@ -288,17 +287,6 @@ class Leaving(Network):
                 kept = kept + hidden
             hidden = kept
         return self.head(kept)
-
-
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_what_a_unit_has_made_may_be_left_out_by_some_ranks(prefetch: int) -> None:
-    inputs = [batch(10 * step, rank)[0, 0] > 0 for step in range(STEPS) for rank in range(2)]
-    assert 0 < sum(inputs) < len(inputs)
-    assert_follows(lambda: Leaving(count=7), prefetch=prefetch)
-
-
-def test_parameters_may_be_tied() -> None:
-    assert_follows(Tied)
 
 
 class Results(nn.Module):
@@ -485,10 +473,6 @@ class Stopped(nn.Module):
         return inputs * self.first.detach() * self.second.detach() + self.first * 2 + self.second * 3
 
 
-def test_values_are_there_until_all_of_a_units_backward_is_done() -> None:
-    assert_follows(lambda: Network(Stopped))
-
-
 class Dropping(Network):
     """Layers that are left out now and then, the same on all ranks: 1 comes in the second forward only."""
 
@@ -505,9 +489,21 @@ class Dropping(Network):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_units_may_be_called_in_another_order_in_every_forward(prefetch: int) -> None:
-    assert_follows(Dropping, prefetch=prefetch)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "experts that some ranks use": lambda: Network(Mixture, count=6),
+    "units called twice, or not at all": Twice,
+    "layers whose result some ranks leave out": lambda: Leaving(count=7),
+    "tied parameters": Tied,
+    "another order in every forward": Dropping,
+    "values that backward needs last": lambda: Network(Stopped),
+}
+
+
+@pytest.mark.parametrize(("name", "prefetch"), checkered(MODELS, [0, 1, 3]))
+def test_units_may_be_used_in_any_way(name: str, prefetch: int) -> None:
+    leaves_out = [batch(10 * step, rank)[0, 0] > 0 for step in range(STEPS) for rank in range(2)]
+    assert 0 < sum(leaves_out) < len(leaves_out)
+    assert_follows(MODELS[name], prefetch=prefetch)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -563,17 +559,14 @@ def test_a_forward_in_between_leaves_frozen_values_where_backward_needs_them(has
     assert_follows(Detaching, loss_of=loss_of)
 
 
-def test_an_evaluation_may_come_first() -> None:
-    def body(comm: Communicator) -> list[Tensor]:
-        model = fully_shard(Network(), comm)
-        with torch.no_grad():
-            first = model(batch(0, 0))
-        loss = plain_loss(model, batch(0, 0))
-        loss.backward()
-        return [first.square().mean(), loss.detach()]
-
-    for first, second in run_loopback(2, body):
-        assert torch.equal(first, second)
+@ranks(2)
+def test_an_evaluation_may_come_first(comm: Communicator) -> None:
+    model = fully_shard(Network(), comm)
+    with torch.no_grad():
+        first = model(batch(0, 0))
+    loss = plain_loss(model, batch(0, 0))
+    loss.backward()
+    assert torch.equal(first.square().mean(), loss.detach())
 
 
 def test_two_forwards_may_have_one_backward_and_one_forward_two() -> None:
@@ -584,9 +577,7 @@ def test_two_forwards_may_have_one_backward_and_one_forward_two() -> None:
 
     def body(comm: Communicator, stage: int) -> list[Tensor]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
-        optimizer = optimizer_of(model, comm, zero_stage=stage)
+        optimizer = staged(model, sgd(model), comm, stage)
         loss = plain_loss(model, batch(0, comm.rank))
         with optimizer.no_sync():
             loss.backward(retain_graph=True)
@@ -594,9 +585,7 @@ def test_two_forwards_may_have_one_backward_and_one_forward_two() -> None:
         optimizer.step()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 0))
-    found = run_loopback(2, lambda comm: body(comm, 3))
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_in_stage_3(body)
 
 
 def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -654,9 +643,7 @@ def test_after_an_error_in_a_forward_training_goes_on(first: bool) -> None:
 
     def body(comm: Communicator, stage: int) -> list[Tensor]:
         model = Network(Failing)
-        if stage == 3:
-            fully_shard(model, comm)
-        optimizer = optimizer_of(model, comm, zero_stage=stage)
+        optimizer = staged(model, sgd(model), comm, stage)
         for step in range(STEPS):
             if step == (0 if first else 1):
                 model.layers[1].fails = True
@@ -671,17 +658,13 @@ def test_after_an_error_in_a_forward_training_goes_on(first: bool) -> None:
                 model.layers[1].inner.weight.sum()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 0))
-    found = run_loopback(2, lambda comm: body(comm, 3))
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_in_stage_3(body)
 
 
 def test_after_an_error_in_a_backward_training_goes_on() -> None:
     def body(comm: Communicator, stage: int) -> list[Tensor]:
         model = Network()
-        if stage == 3:
-            fully_shard(model, comm)
-        optimizer = optimizer_of(model, comm, zero_stage=stage)
+        optimizer = staged(model, sgd(model), comm, stage)
 
         def fail(_: Tensor) -> None:
             raise KeyError("in the middle")
@@ -702,9 +685,7 @@ def test_after_an_error_in_a_backward_training_goes_on() -> None:
             optimizer.zero_grad()
         return whole(model)
 
-    expected = run_loopback(2, lambda comm: body(comm, 0))
-    found = run_loopback(2, lambda comm: body(comm, 3))
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_in_stage_3(body)
 
 
 # --- as few gathered units as promised ------------------------------------------------------------------
@@ -992,51 +973,46 @@ def test_ranks_that_write_different_values_are_told_so_and_nothing_is_kept(write
         assert is_as_before
 
 
-def test_weights_that_others_stood_in_for_go_on_from_their_masters() -> None:
-    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
-        model = fully_shard(Network(), comm, precision="bfloat16")
-        optimizer = optimizer_of(model, comm)
-        plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        before = torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
-        own = whole(model)
-        for weights in ([torch.full_like(each, 0.5) for each in own], own):  # averages, to evaluate them
-            with summon_full_parameters(model), torch.no_grad():
-                for parameter, value in zip(model.parameters(), weights, strict=True):
-                    parameter.copy_(value)
-            plain_loss(model, batch(1, comm.rank).bfloat16())
-        optimizer.step()  # without a gradient
-        return before, torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
-
-    for before, after in run_loopback(2, body):
-        assert torch.equal(before, after)
+@ranks(2)
+def test_weights_that_others_stood_in_for_go_on_from_their_masters(comm: Communicator) -> None:
+    model = fully_shard(Network(), comm, precision="bfloat16")
+    optimizer = optimizer_of(model, comm)
+    plain_loss(model, batch(0, comm.rank).bfloat16()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = torch.cat(optimizer.update.masters)  # type: ignore[union-attr]
+    own = whole(model)
+    for weights in ([torch.full_like(each, 0.5) for each in own], own):  # averages, to evaluate them
+        with summon_full_parameters(model), torch.no_grad():
+            for parameter, value in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(value)
+        plain_loss(model, batch(1, comm.rank).bfloat16())
+    optimizer.step()  # without a gradient
+    assert torch.equal(before, torch.cat(optimizer.update.masters))  # type: ignore[union-attr]
 
 
-def test_a_model_may_be_called_while_it_is_summoned() -> None:
-    def body(comm: Communicator) -> bool:
-        model = fully_shard(Network(), comm)
-        optimizer = optimizer_of(model, comm)
-        reference = Network()
-        with summon_full_parameters(model, write_back=True):
-            with torch.no_grad():
-                found = [model(batch(0, 0))]
-                model.embed.weight.mul_(2)
-                reference.embed.weight.mul_(2)
-            with summon_full_parameters(model):
-                found.append(model(batch(0, 0)).detach())
-            plain_loss(model, batch(0, 0)).backward()
-            inside = same(
-                [p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()]
-            )
-        optimizer.zero_grad()
-        expected = [Network()(batch(0, 0)), reference(batch(0, 0))]
-        after = same(whole(model), [p.detach() for p in reference.parameters()])
-        with pytest.raises(ShardedParameterError):
-            model.embed.weight.sum()
-        return inside and after and same(found, [each.detach() for each in expected])
-
-    assert run_loopback(2, body) == [True, True]
+@ranks(2)
+def test_a_model_may_be_called_while_it_is_summoned(comm: Communicator) -> None:
+    model = fully_shard(Network(), comm)
+    optimizer = optimizer_of(model, comm)
+    reference = Network()
+    with summon_full_parameters(model, write_back=True):
+        with torch.no_grad():
+            found = [model(batch(0, 0))]
+            model.embed.weight.mul_(2)
+            reference.embed.weight.mul_(2)
+        with summon_full_parameters(model):
+            found.append(model(batch(0, 0)).detach())
+        plain_loss(model, batch(0, 0)).backward()
+        inside = same([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+    optimizer.zero_grad()
+    expected = [Network()(batch(0, 0)), reference(batch(0, 0))]
+    after = same(whole(model), [p.detach() for p in reference.parameters()])
+    with pytest.raises(ShardedParameterError):
+        model.embed.weight.sum()
+    assert inside
+    assert after
+    assert same(found, [each.detach() for each in expected])
 
 
 def test_a_copy_of_a_summoned_model_is_an_ordinary_one() -> None:
@@ -1269,37 +1245,17 @@ def test_values_of_another_shape_are_refused() -> None:
         fully_shard(nn.Linear(2, 2), Communicator.alone(), values=lambda name, p: torch.ones(3))
 
 
-def error_of(function: Callable[[], Any]) -> HpcparError | None:
-    try:
-        function()
-    except HpcparError as error:
-        return error
-    return None
+@ranks(3)
+def test_values_that_fail_on_one_rank_are_an_error_on_all(comm: Communicator) -> None:
+    def values(name: str, parameter: Tensor) -> Tensor:
+        if comm.rank == 1 and name == "layers.1.inner.bias":
+            raise FileNotFoundError("part-7.bin")
+        return torch.ones(parameter.shape)
 
-
-def test_values_that_fail_on_one_rank_are_an_error_on_all() -> None:
-    def body(comm: Communicator) -> HpcparError | None:
-        def values(name: str, parameter: Tensor) -> Tensor:
-            if comm.rank == 1 and name == "layers.1.inner.bias":
-                raise FileNotFoundError("part-7.bin")
-            return torch.ones(parameter.shape)
-
-        return error_of(lambda: fully_shard(Network(), comm, values=values))
-
-    for error in run_loopback(3, body):
-        assert isinstance(error, PeerFailedError)
-        assert "failed on 1 of 3 ranks" in str(error)
-        assert "rank 1: FileNotFoundError: part-7.bin" in str(error)
-
-
-def test_a_rank_whose_model_differs_is_an_error_on_all() -> None:
-    def body(comm: Communicator) -> HpcparError | None:
-        model = Network(count=3 if comm.rank == 1 else 4)
-        return error_of(lambda: fully_shard(model, comm))
-
-    for error in run_loopback(3, body):
-        assert isinstance(error, MismatchError)
-        assert "1 of 3 ranks have other parameters than rank 0: rank 1: " in str(error)
+    error = error_of(lambda: fully_shard(Network(), comm, values=values))
+    assert isinstance(error, PeerFailedError)
+    assert "failed on 1 of 3 ranks" in str(error)
+    assert "rank 1: FileNotFoundError: part-7.bin" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -1310,24 +1266,22 @@ def test_a_rank_whose_model_differs_is_an_error_on_all() -> None:
         ({"precision": "bfloat16"}, {}),
     ],
 )
-def test_a_rank_that_shards_another_way_is_an_error_on_all(options: Any, others: Any) -> None:
-    def body(comm: Communicator) -> HpcparError | None:
-        return error_of(lambda: fully_shard(Network(), comm, **(others if comm.rank == 1 else options)))
+@ranks(3)
+def test_a_rank_that_shards_another_way_is_an_error_on_all(
+    comm: Communicator, options: Any, others: Any
+) -> None:
+    error = error_of(lambda: fully_shard(Network(), comm, **(others if comm.rank == 1 else options)))
+    assert isinstance(error, MismatchError)
 
-    for error in run_loopback(3, body):
-        assert isinstance(error, MismatchError)
 
-
-def test_rank_0s_values_become_everybodys() -> None:
-    def body(comm: Communicator) -> list[Tensor]:
-        torch.manual_seed(comm.rank)
-        model = Network()
-        with torch.no_grad():
-            model.head.weight.fill_(float(comm.rank + 1))
-        return whole(fully_shard(model, comm))
-
-    for found in run_loopback(3, body):
-        assert found[-1].eq(1.0).all()
+@ranks(3)
+def test_rank_0s_values_become_everybodys(comm: Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    model = Network()
+    with torch.no_grad():
+        model.head.weight.fill_(float(comm.rank + 1))
+    found = whole(fully_shard(model, comm))
+    assert found[-1].eq(1.0).all()
 
 
 def test_parameters_keep_their_identity_and_their_optimizers() -> None:
@@ -1441,14 +1395,16 @@ def test_a_steps_graph_goes_with_the_step_and_does_not_wait_for_the_garbage_coll
     assert kept == []
 
 
-def test_units_have_the_memory_of_their_parameters_and_padding() -> None:
-    def body(comm: Communicator) -> list[tuple[str, int, int]]:
-        model = fully_shard(Network(count=2), comm)
-        units: list[FsdpUnit] = sharding(model).units
-        return [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.groups)) for unit in units]
-
+@ranks(3)
+def test_units_have_the_memory_of_their_parameters_and_padding(comm: Communicator) -> None:
+    model = fully_shard(Network(count=2), comm)
+    units: list[FsdpUnit] = sharding(model).units
     # Root: 12 + 4 + 12 = 28 elements, 30 on three ranks; a layer: 20 + 5 + 20 = 45.
-    assert run_loopback(3, body) == [[("", 120, 40), ("layers.0", 180, 60), ("layers.1", 180, 60)]] * 3
+    assert [(unit.name, unit.nbytes, sum(h.block.own.nbytes for h in unit.groups)) for unit in units] == [
+        ("", 120, 40),
+        ("layers.0", 180, 60),
+        ("layers.1", 180, 60),
+    ]
 
 
 @pytest.mark.mpi

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.data_parallel import summon_full_parameters
 from hpcpar.models import LlamaStages
 from hpcpar.tensor_parallel import own_shard
 from hpcpar.training import Run
