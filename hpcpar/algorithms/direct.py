@@ -152,4 +152,4 @@ def _to(rank: int, size: int) -> tuple[int, ...]:
 
 def _from(rank: int, size: int) -> tuple[int, ...]:
     """All other ranks, the previous one first: those whose `_to` names this rank at distance 1, 2, 3 …"""
-    return tuple((rank - distance) % size for distance in range(1, size))
+    return _to(rank, size)[::-1]

@@ -18,6 +18,7 @@ n ranks, m members, S bytes of the whole vector.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from hpcpar.algorithms.step import Receive, Send, Step, Steps
 
@@ -78,9 +79,10 @@ def rabenseifner(rank: int, size: int) -> Steps:
     cost     2 log₂n·α + 2(n-1)/n·Sβ + (n-1)/n·Sγ; not a power of two: with m for n, + 2α + 2Sβ + Sγ
     source   Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur et al. 2005
     """
-    members = largest_power(size)
-    every = tuple(range(members))
-    yield from _folded(rank, size, _halve_then_double(rank, size), every, every, combine=True)
+    first_chunks = range(largest_power(size) + 1)
+    every = tuple(first_chunks[:-1])
+    walk = chain(_halving(rank, size, first_chunks), _doubling(rank, size, first_chunks))
+    yield from _folded(rank, size, walk, every, every, combine=True)
 
 
 def barrier(rank: int, size: int) -> Steps:
@@ -148,12 +150,6 @@ def _doubling(rank: int, size: int, first_chunks: Sequence[int]) -> Steps:
         partner = me ^ distance
         shown, seen = (_chunks_around(member, distance, first_chunks) for member in (me, partner))
         yield _exchange(rank, _rank_of(partner, size), shown, seen, combine=False)
-
-
-def _halve_then_double(rank: int, size: int) -> Steps:
-    first_chunks = range(largest_power(size) + 1)
-    yield from _halving(rank, size, first_chunks)
-    yield from _doubling(rank, size, first_chunks)
 
 
 def _exchange(

@@ -68,11 +68,11 @@ def legend(drawn: str) -> str:
     return "\n".join(meaning for sign, meaning in SIGNS.items() if sign in drawn)
 
 
-def time_text(algorithm: Algorithm, size: int, segments: int = 1) -> str:
+def time_text(algorithm: Algorithm, size: int) -> str:
     """Format the closed form, each rank on a node of its own: "6α + 1.5 Sβ + 0.75 Sγ"."""
     if size == 1:
         return "0"
-    cost = algorithm.cost(size, segments)
+    cost = algorithm.cost(size, 1)
     terms = [f"{cost.messages:.3g}α"]
     terms += [f"{factor:.3g} S{sign}" for factor, sign in ((cost.sent, "β"), (cost.combined, "γ")) if factor]
     return " + ".join(terms)

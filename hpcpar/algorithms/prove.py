@@ -27,33 +27,18 @@ from hpcpar.errors import OperationError, ScheduleError
 
 
 def prove(
-    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
-) -> None:
-    """Run the schedules of all `size` ranks; ScheduleError with the rank and the step if one is wrong."""
-    _run(algorithm, size, root, segments, nodes)
-
-
-def memories(
-    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
-) -> list[list[Memory]]:
-    """Prove the schedules; return what each rank holds before each of its steps, and at the end.
-
-    memories(find("allreduce", "ring"), 4)[rank][step]["data"][chunk]
-    errors   ScheduleError with the rank and the step if a schedule is wrong
-    """
-    seen: list[list[Memory]] = [[] for _ in range(size)]
-    _run(algorithm, size, root, segments, nodes, seen)
-    return seen
-
-
-def _run(
     algorithm: Algorithm,
     size: int,
-    root: int,
-    segments: int,
-    nodes: Nodes | None,
+    root: int = 0,
+    segments: int = 1,
+    nodes: Nodes | None = None,
+    *,
     seen: Sequence[list[Memory]] | None = None,
 ) -> None:
+    """Run the schedules of all `size` ranks; ScheduleError with the rank and the step if one is wrong.
+
+    seen   as for `prove_schedules`
+    """
     prove_schedules(
         algorithm.collective,
         [algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)],
@@ -63,6 +48,19 @@ def _run(
         name=algorithm.name,
         seen=seen,
     )
+
+
+def memories(
+    algorithm: Algorithm, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> list[list[Memory]]:
+    """Prove the schedules; return what each rank holds before each of its steps, and at the end.
+
+    memories(find("allreduce", "ring"), 4)[rank][step]["data"][chunk]
+    errors   as `prove`
+    """
+    seen: list[list[Memory]] = [[] for _ in range(size)]
+    prove(algorithm, size, root, segments, nodes, seen=seen)
+    return seen
 
 
 def prove_schedules(

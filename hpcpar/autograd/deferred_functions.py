@@ -50,18 +50,9 @@ DEFERRED = "layers whose weights' gradients wait for W; take a schedule without 
 VIEWS = {"_CopyToBackward"} | {
     f"{name}Backward0"
     for name in (
-        *(
-            "Alias",
-            "Clone",
-            "Expand",
-            "Permute",
-            "ReshapeAlias",
-            "Select",
-            "Slice",
-            "Split",
-            "SplitWithSizes",
-        ),
-        *("Squeeze", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+        *("Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+        *("SplitWithSizes", "Squeeze", "T", "ToCopy", "Transpose"),
+        *("Unbind", "UnsafeView", "Unsqueeze", "View"),
     )
 }
 """Backwards that keep nothing of forward, and so may run in part in B and in part in W.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,20 +106,20 @@ def start_gather(shard: Tensor, comm: Communicator, dim: int, *, length: int | N
     if comm.size == 1:
         return PendingResult(None, lambda: shard)
     shape = shard.shape
-    edges = offsets([each * _rest(shape, dim) for each in lengths])
-    pieces = [stop - start for start, stop in pairwise(edges)]
+    pieces = [each * _rest(shape, dim) for each in lengths]
+    edges = offsets(pieces)
     is_moved = math.prod(shape[:dim]) != 1
     buffer = scratch.take(comm, "gather", edges, shard) if is_moved else None
     if buffer is None:
         source = shard.detach().contiguous()
         gathered = source.new_empty(edges[-1])
         handle = comm.start_allgather(source, counts=pieces, out=gathered)
-        return PendingResult(handle, lambda: _joined(gathered, shape, dim, lengths, edges))
+        return PendingResult(handle, lambda: _joined(gathered, shape, dim, lengths))
     buffer.own.view(shape).copy_(shard.detach())
     handle = comm.start_allgather(buffer.own, counts=pieces, out=buffer.whole)
 
     def leave() -> Tensor:
-        whole = _joined(buffer.whole, shape, dim, lengths, edges)
+        whole = _joined(buffer.whole, shape, dim, lengths)
         scratch.give(comm, "gather", edges, buffer)
         return whole
 
@@ -134,16 +133,16 @@ def start_sum_scatter(tensor: Tensor, comm: Communicator, dim: int) -> PendingRe
         return PendingResult(None, lambda: tensor)
     lengths = counts(tensor.shape[dim], comm.size)
     shape = (*tensor.shape[:dim], lengths[comm.rank], *tensor.shape[dim + 1 :])
-    edges = offsets([each * _rest(tensor.shape, dim) for each in lengths])
-    pieces = [stop - start for start, stop in pairwise(edges)]
+    pieces = [each * _rest(tensor.shape, dim) for each in lengths]
+    edges = offsets(pieces)
     buffer = scratch.take(comm, "sum and scatter", edges, tensor)
     if buffer is None:
         flat = tensor.new_empty(edges[-1])
-        _cut(tensor.detach(), dim, lengths, edges, flat)
+        _cut(tensor.detach(), dim, lengths, flat)
         handle = comm.start_reduce_scatter(flat, counts=pieces)
         # A copy, so that the whole does not stay as long as the part.
         return PendingResult(handle, lambda: handle.wait().clone().view(shape))
-    _cut(tensor.detach(), dim, lengths, edges, buffer.whole)
+    _cut(tensor.detach(), dim, lengths, buffer.whole)
     handle = comm.start_reduce_scatter(buffer.whole, counts=pieces)
 
     def leave() -> Tensor:
@@ -172,15 +171,8 @@ def exchanged(tensor: Tensor, comm: Communicator, split_dim: int, join_dim: int)
     require_dividing(tensor, comm, split_dim)
     if comm.size == 1:
         return tensor.detach().clone()
-    lengths = counts(tensor.shape[split_dim], comm.size)
     flat = tensor.new_empty(tensor.numel())
-    _cut(
-        tensor.detach(),
-        split_dim,
-        lengths,
-        offsets([each * _rest(tensor.shape, split_dim) for each in lengths]),
-        flat,
-    )
+    _cut(tensor.detach(), split_dim, counts(tensor.shape[split_dim], comm.size), flat)
     received = comm.alltoall(flat, out=torch.empty_like(flat))
     shape = [*tensor.shape]
     shape[split_dim] //= comm.size
@@ -223,20 +215,17 @@ def _rest(shape: Sequence[int], dim: int) -> int:
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _cut(tensor: Tensor, dim: int, lengths: Sequence[int], edges: Sequence[int], flat: Tensor) -> None:
+def _cut(tensor: Tensor, dim: int, lengths: Sequence[int], flat: Tensor) -> None:
     """The parts along a dim one after the other, into flat memory."""
-    for number, part in enumerate(torch.split(tensor, list(lengths), dim)):
-        flat[edges[number] : edges[number + 1]].view(part.shape).copy_(part)
+    parts = torch.split(tensor, list(lengths), dim)
+    for part, into in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        into.view(part.shape).copy_(part)
 
 
-def _joined(
-    gathered: Tensor, shape: Sequence[int], dim: int, lengths: Sequence[int], edges: Sequence[int]
-) -> Tensor:
+def _joined(gathered: Tensor, shape: Sequence[int], dim: int, lengths: Sequence[int]) -> Tensor:
     before, after = shape[:dim], shape[dim + 1 :]
     if math.prod(before) == 1:
         return gathered.view(*before, sum(lengths), *after)
-    shards = [
-        gathered[edges[number] : edges[number + 1]].view(*before, each, *after)
-        for number, each in enumerate(lengths)
-    ]
+    pieces = torch.split(gathered, [each * _rest(shape, dim) for each in lengths])
+    shards = [piece.view(*before, each, *after) for piece, each in zip(pieces, lengths, strict=True)]
     return torch.cat(shards, dim=dim)

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +105,8 @@ class DeferredGradients:
             return
         stand_in.grad = None
         # A copy: it may lie in the memory of a gradient that a product still needs, which hooks may change.
-        self.add(stand_in, partial(_given, gradient.clone()))
+        kept = gradient.clone()
+        self.add(stand_in, lambda: kept)
 
     def _taken(self) -> list[tuple[Tensor, WeightGrad]]:
         parts, self._parts = self._parts, []
@@ -164,7 +164,3 @@ def _accumulate(parts: Sequence[tuple[Tensor, WeightGrad]]) -> None:
     sums = [_Sum.apply(tensor, parts) for tensor, parts in reversed(found.values())]  # type: ignore[no-untyped-call]
     if sums:
         torch.autograd.backward(sums)
-
-
-def _given(gradient: Tensor) -> Tensor:
-    return gradient

@@ -23,13 +23,4 @@ from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, latest, read
 from hpcpar.checkpoint.load import Loaded, load
 from hpcpar.checkpoint.save import PendingSave, save, save_async
 
-__all__ = [
-    "Loaded",
-    "PendingSave",
-    "checkpoint_path",
-    "latest",
-    "load",
-    "read_extra",
-    "save",
-    "save_async",
-]
+__all__ = ["Loaded", "PendingSave", "checkpoint_path", "latest", "load", "read_extra", "save", "save_async"]

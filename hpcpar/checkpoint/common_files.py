@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,10 @@ import torch
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.files import pieces_text, write_tensors
-from hpcpar.checkpoint.manifest import (
-    MANIFEST,
-    PIECES,
-    RANDOM,
-    STATE,
-    FileDigest,
-    Manifest,
-    with_text_keys,
-)
+from hpcpar.checkpoint.manifest import MANIFEST, PIECES, RANDOM, STATE, FileDigest, Manifest, with_text_keys
 from hpcpar.checkpoint.ownership import Groups, PipelinePositions
 from hpcpar.checkpoint.rank_files import RankOutput
 from hpcpar.errors import CheckpointError
-
-
-def first_not_finite_of(outputs: Sequence[RankOutput]) -> str | None:
-    """Return the first tensor of all ranks with NaN or infinite values; None if there is none."""
-    written = (files for each in outputs for files in (each.model, each.optimizer))
-    return next((files.not_finite for files in written if files.not_finite is not None), None)
 
 
 def _require_same_options(outputs: Sequence[RankOutput], positions: PipelinePositions) -> None:
@@ -58,51 +43,51 @@ def _optimizer_state(outputs: Sequence[RankOutput], groups: Groups | None) -> di
     return {"scalars": scalars, "groups": described, "loss_scale": outputs[0].loss_scale}
 
 
-@dataclass(frozen=True)
-class CommonFiles:
-    """Files beside the ranks' tensors, to be written once those are.
+def write_common(
+    staging: Path,
+    state: dict[str, Any],
+    positions: PipelinePositions,
+    random_states: Sequence[random_state.Captured],
+    outputs: Sequence[RankOutput],
+) -> str | None:
+    """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all.
 
     state           the part of state.json that is not of the ranks' outputs: step, extra, coordinates
-    random_states   of all ranks; None on other ranks
+    random_states   of all ranks
+    returns         the first tensor of all ranks with NaN or infinite values; None if there is none
     """
-
-    staging: Path
-    state: dict[str, Any]
-    positions: PipelinePositions
-    random_states: Sequence[random_state.Captured] | None
-
-    def write(self, outputs: Sequence[RankOutput]) -> None:
-        """Write state.json, random numbers, pieces.json, and last the manifest, which vouches for all."""
-        staging, positions, random_states = self.staging, self.positions, self.random_states or ()
-        _require_same_options(outputs, positions)
-        state = self.state | {
-            "ranks": len(outputs),
-            "aliases": positions.aliases,
-            "optimizer": _optimizer_state(outputs, positions.groups),
-            "random": [scalars for _, scalars in random_states],
-            "names": positions.digests,
-            "not_finite": first_not_finite_of(outputs),
-        }
-        digests: dict[str, FileDigest] = {}
-        for each in outputs:
-            digests |= each.model.digests | each.optimizer.digests
-        digests[STATE] = _write_text(as_json("a value of the optimizer's state", state), staging / STATE)
-        arrays = {
-            f"{rank}/{name}": torch.tensor(array)
-            for rank, (arrays, _) in enumerate(random_states)
-            for name, array in arrays.items()
-        }
-        digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
-        pieces = pieces_text(
-            (shard for each in outputs for shard in each.model.shards),
-            (shard for each in outputs for shard in each.optimizer.shards),
-        )
-        if pieces is not None:
-            digests[PIECES] = _write_text(pieces, staging / PIECES)
-        manifest = Manifest(step=state["step"], files=digests)
-        # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
-        manifest.check_sizes(staging)
-        _write_text(manifest.text(), staging / MANIFEST)
+    _require_same_options(outputs, positions)
+    written = (files for each in outputs for files in (each.model, each.optimizer))
+    not_finite = next((files.not_finite for files in written if files.not_finite is not None), None)
+    state = state | {
+        "ranks": len(outputs),
+        "aliases": positions.aliases,
+        "optimizer": _optimizer_state(outputs, positions.groups),
+        "random": [scalars for _, scalars in random_states],
+        "names": positions.digests,
+        "not_finite": not_finite,
+    }
+    digests: dict[str, FileDigest] = {}
+    for each in outputs:
+        digests |= each.model.digests | each.optimizer.digests
+    digests[STATE] = _write_text(as_json("a value of the optimizer's state", state), staging / STATE)
+    arrays = {
+        f"{rank}/{name}": torch.tensor(array)
+        for rank, (arrays, _) in enumerate(random_states)
+        for name, array in arrays.items()
+    }
+    digests[RANDOM] = write_tensors(arrays, staging / RANDOM)
+    pieces = pieces_text(
+        (shard for each in outputs for shard in each.model.shards),
+        (shard for each in outputs for shard in each.optimizer.shards),
+    )
+    if pieces is not None:
+        digests[PIECES] = _write_text(pieces, staging / PIECES)
+    manifest = Manifest(step=state["step"], files=digests)
+    # A rank's file that is not on the shared file system shows here, before the checkpoint gets its name.
+    manifest.check_sizes(staging)
+    _write_text(manifest.text(), staging / MANIFEST)
+    return not_finite
 
 
 def _write_text(text: str, path: Path) -> FileDigest:

@@ -20,10 +20,7 @@ from torch import Tensor
 
 from hpcpar.data_parallel.parameters import Layout, in_memory_order, layout_of
 from hpcpar.errors import CheckpointError
-from hpcpar.tensor_parallel.split import comm_of, split_of
-
-Range = tuple[int, int]
-"""start, stop"""
+from hpcpar.tensor_parallel.split import Range, comm_of, split_of
 
 Ranges = tuple[Range, ...]
 Box = tuple[slice, ...]

@@ -41,10 +41,7 @@ def capture(model: nn.Module) -> Captured:
     for number, streams in enumerate(_streams_in(model)):
         for stream, state in streams.state_dict().items():
             arrays[f"{STREAMS}{number}/{stream}"] = state.cpu().numpy()
-    scalars = {
-        "python": [version, gauss],
-        "numpy": [int(position), int(has_gauss), float(cached)],
-    }
+    scalars = {"python": [version, gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
     return arrays, scalars
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,18 @@ class RankFiles:
 
     output: RankOutput
     model: ShardWriter
-    optimizer: ShardWriter | None = None
+    optimizer: ShardWriter
 
     def is_written(self) -> bool:
         """True if `finish` would not wait."""
-        return self.model.is_finished() and (self.optimizer is None or self.optimizer.is_finished())
+        return self.model.is_finished() and self.optimizer.is_finished()
 
     def finish(self) -> RankOutput:
         """Return what is in the files, once they are written.
 
         errors   OSError, CheckpointError
         """
-        self.output.model = self.model.finish()
-        if self.optimizer is not None:
-            self.output.optimizer = self.optimizer.finish()
+        self.output.model, self.output.optimizer = self.model.finish(), self.optimizer.finish()
         return self.output
 
 
@@ -93,14 +92,16 @@ def write_own(
     common = plan.writes_common
     # A buffer may be a mask of infinities.
     masks = set(state.names.buffers)
+    writer = partial(ShardWriter, directory, rank=rank, pool=pool)
     own = RankFiles(
-        RankOutput(), ShardWriter(directory, "model", rank, common=common, may_be_infinite=masks, pool=pool)
+        RankOutput(),
+        writer("model", common=common, may_be_infinite=masks),
+        writer("optimizer", common=common and optimizer is not None),
     )
     _write_model(own.model, plan, model, state)
     own.model.flush()
     if optimizer is not None:
-        files = own.optimizer = ShardWriter(directory, "optimizer", rank, common=common, pool=pool)
-        output = own.output
+        files, output = own.optimizer, own.output
         # Copies: training goes on while they are written.
         output.tensors, output.options = copy.deepcopy(group_options(optimizer))
         if isinstance(optimizer, DistributedOptimizer) and optimizer.steps_on_pieces:

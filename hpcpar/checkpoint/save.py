@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from hpcpar.checkpoint import random_state
 from hpcpar.checkpoint.checkpoint_directory import checkpoint_path, fault_of, not_finite, prune
-from hpcpar.checkpoint.common_files import CommonFiles, as_json, first_not_finite_of
+from hpcpar.checkpoint.common_files import as_json, write_common
 from hpcpar.checkpoint.manifest import with_own_keys
 from hpcpar.checkpoint.model_state import ModelState
 from hpcpar.checkpoint.optimizer_state import distributed_of, group_names
@@ -34,7 +35,7 @@ from hpcpar.checkpoint.ownership import (
     WritePlan,
     require_all_experts,
 )
-from hpcpar.checkpoint.rank_files import RankFiles, write_own
+from hpcpar.checkpoint.rank_files import RankFiles, RankOutput, write_own
 from hpcpar.data_parallel.parameter_allgather import wait_for_new
 from hpcpar.data_parallel.running_statistics import agree_on_buffers, digest_of_buffers
 from hpcpar.durable import whole_directory
@@ -125,11 +126,12 @@ def _begin(
     with comm.together(doing):
         _check_arguments(final, keep)
         distributed_of(model, optimizer)
-        state, contents = _contents_of(model, optimizer)
+        state = ModelState(model)
+        groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
         own_random = random_state.capture(model)
         given = with_own_keys(json.loads(as_json("extra", dict(extra or {}))))
     wait_for_new(model.parameters())
-    positions = PipelinePositions.agree(contents, comm, doing)
+    positions = PipelinePositions.agree(RankContents(state.names, groups, state.experts), comm, doing)
     # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
     random_states = comm.gather_object(own_random)
     coordinates = _agree_on_coordinates(model, optimizer, positions, comm, doing)
@@ -145,9 +147,8 @@ def _begin(
             own = write_own(staging, comm.rank, plan, model, state, optimizer, pool)
         tp = [(each.tp_rank, each.tp_size) for each in coordinates]
         described = {"step": step, "tp": tp, "extra": given}
-        common = CommonFiles(staging, described, positions, random_states)
-        pending = PendingSave(final, comm, keep, own, common, naming.pop_all())
-    return pending
+        finish = partial(write_common, staging, described, positions, random_states or ())
+        return PendingSave(final, comm, keep, own, finish, naming.pop_all())
 
 
 class PendingSave:
@@ -162,12 +163,12 @@ class PendingSave:
         comm: Communicator,
         keep: int | None,
         own: RankFiles,
-        common: CommonFiles,
+        write_common: Callable[[Sequence[RankOutput]], str | None],
         naming: ExitStack,
     ) -> None:
         self.path = path
         self._comm, self._keep = comm, keep
-        self._own, self._common = own, common
+        self._own, self._write_common = own, write_common
         self._naming = naming
         self._is_finished = False
 
@@ -191,8 +192,7 @@ class PendingSave:
             outputs = comm.gather_object(output)
             with comm.together(doing):
                 if outputs is not None:
-                    self._common.write(outputs)
-                    broken = first_not_finite_of(outputs)
+                    broken = self._write_common(outputs)
                     _refuse_to_replace_a_sound_one(self.path, broken)
                     naming.close()
                     _after_naming(self.path, broken, self._keep)
@@ -200,12 +200,6 @@ class PendingSave:
 
 
 # --- what ranks agree on --------------------------------------------------------------------------
-
-
-def _contents_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, RankContents]:
-    state = ModelState(model)
-    groups = None if optimizer is None else group_names(optimizer, state.parameter_names)
-    return state, RankContents(state.names, groups, state.experts)
 
 
 def _counted(step: int) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -32,16 +32,7 @@ from hpcpar.autograd.own_functions import under_autocast
 from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.context_parallel.block import wide
 from hpcpar.context_parallel.blockwise_attention import Attention, AttentionCall, WeightDropout, places_in
-from hpcpar.context_parallel.context_plan import (
-    ContextPlan,
-    Spans,
-    balanced,
-    exchange_moves,
-    exchange_returns,
-    part_of,
-    ring_moves,
-    ring_returns,
-)
+from hpcpar.context_parallel.context_plan import ContextPlan, Spans, balanced, moves_of, part_of
 from hpcpar.context_parallel.head_exchange import HeadExchange
 from hpcpar.context_parallel.mask import Mask, Span
 from hpcpar.context_parallel.travel import GatherTravel, MessageTravel, Travel
@@ -62,6 +53,15 @@ CHECKED = 2
 
 PLANS = 64
 """Masks whose plans are kept: packed documents give another one with each batch."""
+
+
+@dataclass
+class _MaskInUse:
+    """A mask within `using`: the plans' masks, and the tokens, on which the other ranks agree."""
+
+    mask: Mask
+    agreed: set[Mask] = field(default_factory=set)
+    tokens: str = ""
 
 
 class ContextParallel:
@@ -96,34 +96,27 @@ class ContextParallel:
         if method not in METHODS:
             raise LayoutError(f"there is no method {method!r} of context parallelism; give one of {METHODS}")
         self.comm, self.method, self.keep, self.narrow = comm, method, keep, narrow
-        self._travels = method.rpartition("+")[2]
         self.inner, self.outer = _levels(comm, method, inner)
         self.multiple, self.even = multiple, even
         self._plans = lru_cache(PLANS)(self._plan)
-        self._masks: list[Mask] = []
-        self._agreed: list[set[Mask]] = []
-        self._tokens: list[str] = []
+        self._in_use: list[_MaskInUse] = []
         self._unchecked = CHECKED
 
     @contextmanager
     def using(self, mask: Mask) -> Iterator[None]:
         """Let the methods mean this mask, in forward and in backward (recomputation asks for it again)."""
-        self._masks.append(mask)
-        self._agreed.append(set())
-        self._tokens.append("")
+        self._in_use.append(_MaskInUse(mask))
         try:
             yield
         finally:
-            self._masks.pop()
-            self._agreed.pop()
-            self._tokens.pop()
+            self._in_use.pop()
 
     @property
     def mask(self) -> Mask:
         """The mask in use; LayoutError outside of `using`."""
-        if not self._masks:
+        if not self._in_use:
             raise LayoutError("no mask is in use; write `with cp.using(Mask(length)):` around this")
-        return self._masks[-1]
+        return self._in_use[-1].mask
 
     def plan(self, mask: Mask, window: int | None = None) -> ContextPlan:
         """Return the plan of a mask, or of a layer with a window of its own."""
@@ -167,9 +160,9 @@ class ContextParallel:
                 f"a tensor of shape {list(tensor.shape)} has {tensor.shape[dim]} tokens along dim {dim}, but "
                 f"the mask in use {self.mask.length}; give the whole sequence"
             )
-        if self._unchecked and not self._tokens[-1] and not tensor.is_floating_point():
+        if self._unchecked and not self._in_use[-1].tokens and not tensor.is_floating_point():
             self._unchecked -= 1
-            self._tokens[-1] = f" with tokens of checksum {checksum(tensor):08x}"
+            self._in_use[-1].tokens = f" with tokens of checksum {checksum(tensor):08x}"
         return tensor.index_select(dim, self.places().to(tensor.device))
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -236,12 +229,10 @@ class ContextParallel:
         return self.attention(queries, keys, values, dropout=WeightDropout(dropout.probability, seed))
 
     def _travel(self, plan: ContextPlan, dtype: torch.dtype) -> Callable[[], Travel]:
-        if self._travels == "allgather":
+        if self.method == "allgather":
             return partial(GatherTravel, self.outer, plan, dtype)
-        moves, returns = (
-            (ring_moves, ring_returns) if self._travels == "ring" else (exchange_moves, exchange_returns)
-        )
-        return partial(MessageTravel, self.outer, plan, moves(plan), returns(plan), dtype, keep=self.keep)
+        moves = moves_of(plan, self.method)
+        return partial(MessageTravel, self.outer, plan, *moves, dtype, keep=self.keep)
 
     def _counts(self, plan: ContextPlan) -> tuple[int, ...]:
         """Return the tokens of each rank that exchanges heads with this one."""
@@ -260,10 +251,10 @@ class ContextParallel:
         Not only for a mask that is new to this rank: another may have it new, or go on with an older one.
         cost     one all-reduce of 32 bytes
         """
-        agreed = self._agreed[-1]
-        if mask in agreed:
+        use = self._in_use[-1]
+        if mask in use.agreed:
             return
-        own = f"{mask}{self._tokens[-1]}"
+        own = f"{mask}{use.tokens}"
         if not is_same_everywhere(self.comm, own):
             everyone = self.comm.allgather_object(own)
             other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
@@ -272,7 +263,7 @@ class ContextParallel:
                 f"{other} has {everyone[other]}; all ranks of {self.comm.name!r} must read the same sample: "
                 "choose it by mesh.dp.rank of mesh.dp.size"
             )
-        agreed.add(mask)
+        use.agreed.add(mask)
 
     def _require_shapes(self, queries: Tensor, keys: Tensor, values: Tensor, plan: ContextPlan) -> None:
         count = self._counts(plan)[self.inner.rank]

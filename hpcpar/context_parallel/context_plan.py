@@ -257,6 +257,13 @@ def part_of(spans: Spans, numbers: Span) -> Spans:
 # --- what travels ---------------------------------------------------------------------------------
 
 
+def moves_of(plan: ContextPlan, method: str) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    """Return the messages of keys, and of their gradients on the way home."""
+    if method.endswith("exchange"):
+        return exchange_moves(plan), exchange_returns(plan)
+    return ring_moves(plan), ring_returns(plan)
+
+
 def exchange_moves(plan: ContextPlan) -> tuple[Move, ...]:
     """Send each rank exactly the keys that it needs, from their owner. Gradients go back the same way."""
     return tuple(
@@ -279,12 +286,7 @@ def ring_moves(plan: ContextPlan) -> tuple[Move, ...]:
 
     source   Liu et al. 2023, Ring Attention, arXiv 2310.01889
     """
-    size = plan.size
-    return tuple(
-        Move(step, rank, (rank + 1) % size, (rank - step) % size, _whole(plan, (rank - step) % size))
-        for step in range(size - 1)
-        for rank in range(size)
-    )
+    return _around(plan, first_owner=0)
 
 
 def ring_returns(plan: ContextPlan) -> tuple[Move, ...]:
@@ -292,11 +294,17 @@ def ring_returns(plan: ContextPlan) -> tuple[Move, ...]:
 
     The owner adds its own share at home, so the first sender is its neighbour: size - 1 messages, not size.
     """
+    return _around(plan, first_owner=-1)
+
+
+def _around(plan: ContextPlan, *, first_owner: int) -> tuple[Move, ...]:
+    """Pass what each rank owns around the ring: in step 0 rank r sends that of rank r + first_owner."""
     size = plan.size
     return tuple(
-        Move(step - 1, rank, (rank + 1) % size, (rank - step) % size, _whole(plan, (rank - step) % size))
-        for step in range(1, size)
+        Move(step, rank, (rank + 1) % size, owner, _whole(plan, owner))
+        for step in range(size - 1)
         for rank in range(size)
+        for owner in [(rank + first_owner - step) % size]
     )
 
 

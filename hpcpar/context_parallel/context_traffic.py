@@ -12,14 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcpar.context_parallel.context_plan import (
-    ContextPlan,
-    Move,
-    exchange_moves,
-    exchange_returns,
-    ring_moves,
-    ring_returns,
-)
+from hpcpar.context_parallel.context_plan import ContextPlan, Move, moves_of
 from hpcpar.context_parallel.head_exchange import heads_of_ranks, heads_used
 from hpcpar.partition import counts
 
@@ -44,13 +37,6 @@ class ContextTraffic(NamedTuple):
     def of_ranks(self) -> tuple[int, ...]:
         """Values that each rank sends in forward and backward."""
         return tuple(sum(there) + sum(back) for there, back in zip(*self, strict=True))
-
-
-def moves_of(plan: ContextPlan, method: str) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-    """Return the messages of keys, and of their gradients on the way home."""
-    if method.endswith("exchange"):
-        return exchange_moves(plan), exchange_returns(plan)
-    return ring_moves(plan), ring_returns(plan)
 
 
 class Totals(NamedTuple):

@@ -67,13 +67,9 @@ class HeadExchange:
     comm: Communicator
     counts: tuple[int, ...]
 
-    def heads(self, queries: int, keys: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return `heads_of_ranks` of these ranks."""
-        return heads_of_ranks(self.comm.size, queries, keys)
-
     def all_tokens(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tokens of this rank's heads; collective, and so is its backward."""
-        of_queries, of_keys = self.heads(queries.shape[1], keys.shape[1])
+        of_queries, of_keys = heads_of_ranks(self.comm.size, queries.shape[1], keys.shape[1])
         mine = of_queries[self.comm.rank], of_keys[self.comm.rank]
         all_queries, all_keys, all_values = _AllTokens.apply(  # type: ignore[no-untyped-call]
             self, (of_queries, of_keys, of_keys), queries, keys, values

@@ -59,8 +59,8 @@ def number_in(spans: Spans, tokens: Span) -> Span:
     raise AssertionError(f"{tokens} are not all in {spans}")
 
 
-class Rooms:
-    """Memory for messages, on loan until all of it is given back.
+class MessageBuffers:
+    """Scratch memory for messages, on loan until all of it is given back.
 
     like   keys [B, K, any, D], or gradients of them
     """
@@ -86,11 +86,11 @@ class Rooms:
 
     def packed(self, keys_values: KeysValues, spans: Spans) -> Tensor:
         """Return the keys and values of the tokens with these numbers, one after the other, on loan."""
-        room = self.take(sum(span.length for span in spans))
+        packed = self.take(sum(span.length for span in spans))
         for first, (start, stop) in zip(offsets([span.length for span in spans]), spans, strict=False):
-            for into, each in zip(room, keys_values, strict=True):
+            for into, each in zip(packed, keys_values, strict=True):
                 into[..., first : first + stop - start, :] = each[..., start:stop, :]
-        return room
+        return packed
 
     def give_back(self) -> None:
         for edges, buffer in self._lent:
@@ -123,7 +123,7 @@ class MessageTravel:
         self._outgoing = [move for move in moves if move.sender == rank]
         self._onward = {move.owner: move for move in returns if move.sender == rank}
         self._back = [move for move in returns if move.receiver == rank]
-        self._leaving: list[tuple[Any, Rooms]] = []
+        self._leaving: list[tuple[Any, MessageBuffers]] = []
 
     def tokens(self, owner: int) -> Spans:
         if owner == self._comm.rank:
@@ -132,70 +132,70 @@ class MessageTravel:
 
     def keys(self, own: tuple[Tensor, Tensor]) -> Iterator[tuple[int, KeysValues]]:
         steps = 1 + max((move.step for move in self._incoming), default=-1)
-        rooms = Rooms(self._comm, own[0])
-        coming = self._post(0, rooms)
-        leaving = self._pass_on(self._comm.rank, own, rooms)
+        buffers = MessageBuffers(self._comm, own[0])
+        coming = self._post(0, buffers)
+        leaving = self._pass_on(self._comm.rank, own, buffers)
         yield self._comm.rank, own
         for step in range(steps):
-            following = self._post(step + 1, rooms)
+            following = self._post(step + 1, buffers)
             sent, leaving = leaving, []
             for move, handle, tensor in coming:
                 handle.wait()
-                leaving += self._pass_on(move.owner, tensor, rooms)
+                leaving += self._pass_on(move.owner, tensor, buffers)
                 yield move.owner, tensor
             for handle in sent:
                 handle.wait()
             coming = following
         for handle in leaving:
             handle.wait()
-        rooms.give_back()
+        buffers.give_back()
 
     def send_home(self, owner: int, gradients: tuple[Tensor, Tensor]) -> None:
         for move in self._back:
             if move.owner == owner:
                 self._receive(move, gradients, (Span(0, move.length),))
-        rooms = Rooms(self._comm, gradients[0], self._dtype)
-        leaving = rooms.packed(gradients, (Span(0, gradients[0].shape[-2]),))
+        buffers = MessageBuffers(self._comm, gradients[0], self._dtype)
+        leaving = buffers.packed(gradients, (Span(0, gradients[0].shape[-2]),))
         handle = self._comm.start_send(leaving, self._onward[owner].receiver, GRADIENTS_TAG)
-        self._leaving.append((handle, rooms))
+        self._leaving.append((handle, buffers))
 
     def add_at_home(self, gradients: tuple[Tensor, Tensor]) -> None:
         for move in self._back:
             if move.owner == self._comm.rank:
                 self._receive(move, gradients, move.tokens)
-        for handle, rooms in self._leaving:
+        for handle, buffers in self._leaving:
             handle.wait()
-            rooms.give_back()
+            buffers.give_back()
         self._leaving.clear()
 
-    def _post(self, step: int, rooms: Rooms) -> list[tuple[Move, Any, Tensor]]:
+    def _post(self, step: int, buffers: MessageBuffers) -> list[tuple[Move, Any, Tensor]]:
         posted = []
         for move in self._incoming:
             if move.step == step:
-                tensor = rooms.take(move.length, keep=self._keep)
+                tensor = buffers.take(move.length, keep=self._keep)
                 posted.append((move, self._comm.start_recv(tensor, move.sender, KEYS_TAG), tensor))
         return posted
 
-    def _pass_on(self, owner: int, held: KeysValues, rooms: Rooms) -> list[Any]:
+    def _pass_on(self, owner: int, held: KeysValues, buffers: MessageBuffers) -> list[Any]:
         """Start to send what this rank holds of an owner to whom it is to have it next."""
         started, cut = [], {}
         for move in self._outgoing:
             if move.owner == owner:
                 if move.tokens not in cut:
                     is_ready = isinstance(held, Tensor) and move.length == held.shape[-2]
-                    cut[move.tokens] = held if is_ready else rooms.packed(held, move.tokens)
+                    cut[move.tokens] = held if is_ready else buffers.packed(held, move.tokens)
                 started.append(self._comm.start_send(cut[move.tokens], move.receiver, KEYS_TAG))
         return started
 
     def _receive(self, move: Move, gradients: tuple[Tensor, Tensor], spans: Spans) -> None:
         """Receive gradients and add them to those that this rank has of the same tokens, in these spans."""
-        rooms, first = Rooms(self._comm, gradients[0], self._dtype), 0
-        others = self._comm.recv(rooms.take(move.length), move.sender, GRADIENTS_TAG)
+        buffers, first = MessageBuffers(self._comm, gradients[0], self._dtype), 0
+        others = self._comm.recv(buffers.take(move.length), move.sender, GRADIENTS_TAG)
         for start, stop in spans:
             for own, theirs in zip(gradients, others, strict=True):
                 own[..., start:stop, :] += theirs[..., first : first + stop - start, :]
             first += stop - start
-        rooms.give_back()
+        buffers.give_back()
 
 
 class GatherTravel:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from hpcpar.models.balancing import Balancing
-from hpcpar.models.expert_ranks import ExpertRanks
 from hpcpar.models.generation import generate
-from hpcpar.models.layers import Layers
+from hpcpar.models.layers import Layers, next_token_loss
 from hpcpar.models.llama import Llama
 from hpcpar.models.llama_stages import LlamaStages
-from hpcpar.models.loss import next_token_loss
-from hpcpar.models.parallel import parallel_layers
+from hpcpar.models.parallel import ExpertRanks, parallel_layers
 from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import PRESETS, LlamaConfig, Part
 

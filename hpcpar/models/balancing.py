@@ -69,8 +69,8 @@ class Balancing:
     gradient_scale    by how much the model's loss, a mean over the global batch, is multiplied before
                       `backward`: these losses are as well
 
-    expert_load       rows that came to this rank's experts over those of its tokens, in all layers of the
-                      forward with most; up to the last step
+    expert_loads      rows that came to this rank's experts over those of its tokens, on average over its
+                      layers, in each forward of the last step
 
     Set tokens_per_step and gradient_scale before the forwards of a step. Losses and counts are of forwards in
     training with gradients alone, once for each also where activations are recomputed. With losses that take
@@ -89,7 +89,8 @@ class Balancing:
         self.comm, self.sequence_comm = comm, sequence_comm
         self.tokens_per_step = tokens_per_step
         self.gradient_scale: float | Tensor = 1.0
-        self.expert_load = 0.0
+        self.expert_loads: list[float] = []
+        self._forwards: list[float] = []
         self._loads: dict[int, float] = {}
         self._layers: dict[int, _Layer] = {}
 
@@ -133,12 +134,7 @@ class Balancing:
         return replace(routing, weights=attach(routing.weights, balance + z, self.gradient_scale))
 
     def _count(
-        self,
-        layer: _Layer,
-        experts: Tensor,
-        sequence_of: Tensor | None,
-        sequences: int,
-        kept: Tensor | None,
+        self, layer: _Layer, experts: Tensor, sequence_of: Tensor | None, sequences: int, kept: Tensor | None
     ) -> tuple[Tensor, int]:
         """Add to the step's counts; return those of the balance loss, and the tokens of the mean."""
         sizes = self.sizes
@@ -172,7 +168,7 @@ class Balancing:
 
     def _note_forward(self) -> None:
         if self._loads:
-            self.expert_load = max(self.expert_load, sum(self._loads.values()) / len(self._loads))
+            self._forwards.append(sum(self._loads.values()) / len(self._loads))
             self._loads.clear()
 
     def _note_losses(self, layer: _Layer, losses: Tensor) -> None:
@@ -190,6 +186,7 @@ class Balancing:
         if not layers:
             return {}
         self._note_forward()
+        self.expert_loads, self._forwards = self._forwards, []
         counts = torch.stack([torch.cat((layer.counts, layer.dropped[None])) for layer in layers])
         losses = torch.stack([layer.losses for layer in layers])
         counts, losses = _summed(counts, self.comm), _summed(losses, self.comm)

@@ -14,13 +14,13 @@ mistral with "sliding_window": null is a llama by another name. The library `tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from hpcpar.errors import ConfigError
 from hpcpar.planner.experts import Experts
-from hpcpar.planner.hugging_face_shapes import BIAS_RATE
+from hpcpar.planner.hugging_face_shapes import shape_from_hugging_face, training_values_of_hugging_face
 from hpcpar.planner.shapes import LlamaConfig
 
 ARCHITECTURES = {
@@ -34,22 +34,35 @@ ARCHITECTURES = {
 }
 """Class of transformers by the model type of its config."""
 
-HEAD_NORMS = ("qwen3", "qwen3_moe")
-
-AT_LEAST_ONE = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    "max_position_embeddings",
-)
-WHOLE_NUMBERS = (
-    *("num_key_value_heads", "head_dim", "num_experts_per_tok", "num_local_experts", "num_experts"),
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group"),
-    *("first_k_dense_replace", "decoder_sparse_step"),
-)
-NUMBERS = ("initializer_range", "rms_norm_eps", "router_aux_loss_coef", "routed_scaling_factor")
-ROTARY_NUMBERS = ("rope_theta", "partial_rotary_factor")
 FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_qk_norm", "use_sliding_window")
-TABLES = ("rope_parameters", "rope_scaling")
-"""Keys of a config.json by what their values must be."""
+
+REQUIRED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+READ = (
+    *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range"),
+    *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"),
+    *("sliding_window", "use_sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "hidden_act"),
+    "router_aux_loss_coef",
+)
+"""Keys of a config.json that all models must have, and that they may have; transformers ignores others."""
+
+REQUIRED_OF_EXPERTS = {
+    "mixtral": ("num_experts_per_tok", "num_local_experts"),
+    "olmoe": ("num_experts_per_tok", "num_experts"),
+    "qwen3_moe": ("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
+    "glm4_moe": ("num_experts_per_tok", "n_routed_experts", "moe_intermediate_size"),
+}
+READ_OF_EXPERTS = {
+    "olmoe": ("norm_topk_prob",),
+    "qwen3_moe": ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+    "glm4_moe": (
+        *("norm_topk_prob", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
+        *("routed_scaling_factor", "use_qk_norm"),
+    ),
+}
+"""The same of mixtures, by model type."""
 
 
 def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:
@@ -189,8 +202,6 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
     # null is as if left out, but for Mistral's window: transformers gives it one unless that is null.
     left_out = {"sliding_window": 4096} if kind == "mistral" else {}
     config = {key: value for key, value in (left_out | dict(config)).items() if value is not None}
-    if not isinstance(kind, str):
-        raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
     if kind in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):
         raise ConfigError(
             f"a model of the type {kind!r} has multi-head latent attention, which makes keys and values of "
@@ -203,154 +214,28 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
             "none; Qwen3 has none either. Train it as a model of transformers: hugging_face_llama_plan, "
             "share_sequences and share_experts make it parallel"
         )
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
-    _require_forms(config)
-    _require_plain_attention(config)
-    try:
-        return _sizes_from(kind, config)
-    except KeyError as error:
-        raise ConfigError(f"the config of a model of the type {kind!r} lacks {error.args[0]}") from error
-
-
-def _require_forms(config: Mapping[str, Any]) -> None:
-    """ConfigError for a key whose value is of another kind, such as a list in place of a number."""
-
-    def is_whole(value: object, least: int = 0) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    def is_number(value: object) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-    def are_layers(value: object) -> bool:
-        return isinstance(value, list) and all(is_whole(each) for each in value)
-
-    def require(
-        keys: Iterable[str], found: Mapping[str, Any], fits: Callable[[Any], bool], form: str
-    ) -> None:
-        for key in keys:
-            if key in found and not fits(found[key]):
-                raise ConfigError(
-                    f"the config of a model of the type {config['model_type']!r} has {key}={found[key]!r}; "
-                    f"give {form}"
-                )
-
-    require(AT_LEAST_ONE, config, lambda value: is_whole(value, 1), "a whole number of at least 1")
-    require(WHOLE_NUMBERS, config, is_whole, "a whole number of at least 0")
-    require(NUMBERS, config, is_number, "a number")
-    require(FLAGS, config, lambda value: isinstance(value, bool), "true or false")
-    require(TABLES, config, lambda value: isinstance(value, Mapping), "an object of keys and values")
-    require(["mlp_only_layers"], config, are_layers, "a list of layers' numbers")
-    require(ROTARY_NUMBERS, _rotary(config), is_number, "a number")
-
-
-def _sizes_from(kind: str, config: Mapping[str, Any]) -> LlamaConfig:
-    heads = config["num_attention_heads"]
-    sizes = LlamaConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn_size=config["intermediate_size"],
-        max_sequence=config["max_position_embeddings"],
-        rope_theta=float(_rotary(config).get("rope_theta", 1e6 if kind == "mixtral" else 1e4)),
-        norm_epsilon=config["rms_norm_eps"],
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        initial_std=config.get("initializer_range", 0.02),
-        qk_norm=_query_key_norm(kind, config),
-    )
-    if kind in ("mixtral", "qwen3_moe", "olmoe", "glm4_moe"):
-        sizes = replace(sizes, experts=_experts_from(kind, config))
-    return sizes
-
-
-def _query_key_norm(kind: str, config: Mapping[str, Any]) -> Literal["none", "head", "all"]:
-    if kind in HEAD_NORMS or (kind == "glm4_moe" and config.get("use_qk_norm", False)):
-        return "head"
-    return "all" if kind == "olmoe" else "none"
-
-
-def _experts_from(kind: str, config: Mapping[str, Any]) -> Experts:
-    renormalises = kind == "mixtral" or config.get("norm_topk_prob", kind == "glm4_moe")
-    if config["num_experts_per_tok"] == 1 and renormalises:
+    if kind == "qwen3_moe" and "num_local_experts" in config:  # the same by another name
+        config["num_experts"] = config.get("num_experts") or config["num_local_experts"]
+    told = f"the config of a model of the type {kind!r}"
+    for key in REQUIRED:
+        if key not in config:
+            raise ConfigError(f"{told} lacks {key}")
+    of_experts = REQUIRED_OF_EXPERTS.get(kind, ())
+    keys = (*REQUIRED, *READ, *of_experts, *READ_OF_EXPERTS.get(kind, ()))
+    read = {key: config[key] for key in keys if key in config}
+    for key in FLAGS:
+        if not isinstance(read.get(key, False), bool):
+            raise ConfigError(f"{told} has {key}={read[key]!r}; give true or false")
+    where = f"of the type {kind!r}"
+    shape = shape_from_hugging_face(read, where=where)
+    if shape.beyond_trainer is not None:
         raise ConfigError(
-            f"the config of a model of the type {kind!r} has num_experts_per_tok=1 and divides a token's "
-            "weights by their sum: the one weight is always 1, and hpcpar trains no router by it. Take a "
-            "model with more experts for each token, or train this one as a model of transformers: "
-            "share_experts divides its experts"
-        )
-    common = {
-        "per_token": config["num_experts_per_tok"],
-        "balance_loss": config.get("router_aux_loss_coef", 0.0),
-    }
-    if kind == "mixtral":
-        return Experts(count=config["num_local_experts"], ffn_size=config["intermediate_size"], **common)
-    if kind == "olmoe":
-        return Experts(
-            count=config["num_experts"],
-            ffn_size=config["intermediate_size"],
-            renormalise=config.get("norm_topk_prob", False),
-            **common,
-        )
-    if kind == "qwen3_moe":
-        return Experts(
-            count=config.get("num_experts") or config["num_local_experts"],
-            ffn_size=config["moe_intermediate_size"],
-            renormalise=config.get("norm_topk_prob", False),
-            first_dense=_first_dense(config),
-            **common,
-        )
-    return Experts(
-        count=config["n_routed_experts"],
-        ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config.get("n_shared_experts", 1) * config["moe_intermediate_size"],
-        first_dense=config.get("first_k_dense_replace", 1),
-        score="sigmoid",
-        renormalise=config.get("norm_topk_prob", True),
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=config.get("n_group", 1),
-        groups_per_token=config.get("topk_group", 1),
-        bias_rate=BIAS_RATE,
-        **common,
-    )
-
-
-def _first_dense(config: Mapping[str, Any]) -> int:
-    """Return how many first layers of a Qwen3-MoE are dense; ConfigError where others are."""
-    dense, step = sorted(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
-    if step != 1 or dense != list(range(len(dense))):
-        raise ConfigError(
-            f"decoder_sparse_step={step} and mlp_only_layers={dense}: here only the first layers can be "
-            "without experts"
-        )
-    return len(dense)
-
-
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters, as transformers 5 (`rope_parameters`) or 4 writes them."""
-    older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
-    return older | dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-
-
-def _require_plain_attention(config: Mapping[str, Any]) -> None:
-    rotary = _rotary(config)
-    scaling = rotary.get("rope_type", rotary.get("type", "default"))
-    partial = rotary.get("partial_rotary_factor", 0.5 if config["model_type"] == "glm4_moe" else 1.0)
-    windowed = config.get("use_sliding_window", True) and config.get("sliding_window")
-    found = {
-        f"rotary embeddings of the type {scaling!r}": scaling != "default",
-        f"rotary embeddings of {partial} of each head": partial != 1.0,
-        f"a window of {config.get('sliding_window')} tokens": windowed,
-        "biases of the attention's projections": config.get("attention_bias"),
-        "biases of the feed-forward's projections": config.get("mlp_bias"),
-        "clipped queries, keys and values (clip_qkv)": config.get("clip_qkv"),
-        f"the activation {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-    }
-    present = [what for what, is_there in found.items() if is_there]
-    if present:
-        raise ConfigError(
-            f"the model has {', '.join(present)}, which hpcpar's does not compute; train it as a model of "
+            f"the model has {shape.beyond_trainer}, which hpcpar's does not compute; train it as a model of "
             "transformers: hugging_face_llama_plan, share_sequences and share_experts make it parallel"
         )
+    for key in of_experts:
+        if not config.get(key):
+            raise ConfigError(f"{told} lacks {key}")
+    return replace(shape.as_llama(), **training_values_of_hugging_face(read, where=where))

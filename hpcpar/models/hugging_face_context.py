@@ -23,18 +23,13 @@ from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.cross_entropy import IGNORED
 
 ATTENTION = "hpcpar_context"
-"""Name of the attention in transformers' AttentionInterface."""
+"""Name of the attention in transformers' AttentionInterface, and of an attribute of layers that have it."""
 
-KINDS = (
-    *("llama", "mistral", "qwen2", "qwen3"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"),
-)
+KINDS = (*("llama", "mistral", "qwen2", "qwen3"), *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"))
 """Model types whose attention is scores, a causal mask, perhaps a window, and softmax; nothing else."""
 
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of a rank's part."""
-
-ATTRIBUTE = "hpcpar_context"
 
 
 def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
@@ -51,8 +46,10 @@ def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
              a rank without tokens; MismatchError for what a call cannot have: padding, caches, positions of
              its own. All of them on all ranks
     """
+    from transformers import AttentionInterface
+
     config, pretrained = _require_known(model), cast("Any", model)
-    _register()
+    AttentionInterface.register(ATTENTION, _attention)
     pretrained.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise LayoutError(
@@ -61,7 +58,7 @@ def share_sequences(model: nn.Module, cp: ContextParallel) -> nn.Module:
         )
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
-            setattr(module, ATTRIBUTE, cp)
+            setattr(module, ATTENTION, cp)
     signature = inspect.signature(model.forward)
 
     def own_part(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -168,12 +165,6 @@ def _require_shareable(cp: ContextParallel, config: Any, given: dict[str, Any]) 
             )
 
 
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -187,7 +178,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks an attention function to: [B, A, N, D] -> [B, N, A, D]."""
-    cp: ContextParallel | None = getattr(module, ATTRIBUTE, None)
+    cp: ContextParallel | None = getattr(module, ATTENTION, None)
     if cp is None:
         raise LayoutError(
             "this model has the config of one whose sequences ranks share; give each model a config of its "

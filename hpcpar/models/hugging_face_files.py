@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ BIAS = "e_score_correction_bias"
 
 WHOLE = "model.safetensors"
 
+MAX_OPEN_FILES = 16
+
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -76,12 +79,17 @@ def read_parameters(model: Llama | LlamaStages, directory: Path | str, comm: Com
              files lack a parameter, have one too many or one of another shape, or cannot be read; on all
              ranks
     """
+    value_of = stored_values(model.config, directory, comm)
     with comm.together(f"reading {directory}"):
-        _require_same_model(model.config, read_sizes(directory), directory)
-        try:
-            _read(model, Path(directory))
-        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
+        for name, target in _targets(model, file_names(model.config)):
+            value = value_of(name)
+            if target is not None:
+                target.copy_(own_shard(target, value))
+            elif value.any():
+                raise ConfigError(
+                    f"{directory} has biases that select experts, and the model, of bias_rate=0, has "
+                    "none; make it with the sizes of read_sizes"
+                )
 
 
 def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator) -> Callable[[str], Tensor]:
@@ -97,16 +105,19 @@ def stored_values(sizes: LlamaConfig, directory: Path | str, comm: Communicator)
             names, file_of = _located(sizes, directory)
         except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise CheckpointError(f"cannot read the files of {directory}: {error}") from error
-    shapes = _shapes(sizes)
+    shapes = sizes.shapes()
+    opened: Callable[[Path], Any] = lru_cache(MAX_OPEN_FILES)(partial(safe_open, framework="pt"))
 
     def value_of(name: str) -> Tensor:
         stored_as = names[name]
+        file = directory / file_of[stored_as]
         try:
-            with safe_open(directory / file_of[stored_as], framework="pt") as stored:
-                value: Tensor = stored.get_tensor(stored_as)
+            value: Tensor = opened(file).get_tensor(stored_as)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {stored_as} of {directory}: {error}") from error
-        _require_form(stored_as, value, shapes[name], directory / file_of[stored_as])
+        # A name that is no parameter's is that of a bias of experts.
+        shape = shapes[name] if sizes.experts is None else shapes.get(name, (sizes.experts.count,))
+        _require_form(stored_as, value, shape, file)
         return value
 
     return value_of
@@ -154,26 +165,6 @@ def _require_same_model(ours: Any, theirs: Any, directory: Path | str, prefix: s
             )
 
 
-def _read(model: Llama | LlamaStages, directory: Path) -> None:
-    names, file_of = _located(model.config, directory)
-    shapes = _shapes(model.config)
-    of_file: dict[str, list[tuple[str, Tensor | None]]] = {}
-    for name, target in _targets(model, names):
-        of_file.setdefault(file_of[names[name]], []).append((name, target))
-    for file, targets in of_file.items():
-        with safe_open(directory / file, framework="pt") as stored:
-            for name, target in targets:
-                value = stored.get_tensor(names[name])
-                _require_form(names[name], value, shapes[name], directory / file)
-                if target is not None:
-                    target.copy_(own_shard(target, value))
-                elif value.any():
-                    raise ConfigError(
-                        f"{directory} has biases that select experts, and the model, of bias_rate=0, has "
-                        "none; make it with the sizes of read_sizes"
-                    )
-
-
 def _located(sizes: LlamaConfig, directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the name in the files of each tensor, by our name, and the file of each, by its name there.
 
@@ -194,16 +185,6 @@ def _located(sizes: LlamaConfig, directory: Path) -> tuple[dict[str, str], dict[
                 "are one (tie_word_embeddings); set that to false"
             )
     return names, file_of
-
-
-def _shapes(sizes: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter and each bias of experts, by our names."""
-    shapes = dict(sizes.shapes())
-    for name in file_names(sizes):
-        if name not in shapes:
-            assert sizes.experts is not None, "only a mixture has biases"
-            shapes[name] = (sizes.experts.count,)
-    return shapes
 
 
 def _require_form(name: str, value: Tensor, shape: tuple[int, ...], file: Path) -> None:

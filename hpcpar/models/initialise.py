@@ -16,11 +16,8 @@ from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.seeds import parameter_seed
 from hpcpar.tensor_parallel import own_shard
 
-
-@lru_cache(maxsize=4)
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Look the table up once for a model, not once for a parameter: experts make it long."""
-    return config.shapes()
+# Once for a model, not once for a parameter: experts make the table long.
+_shapes = lru_cache(maxsize=4)(LlamaConfig.shapes)
 
 
 def initial_value(config: LlamaConfig, name: str, seed: int) -> Tensor:

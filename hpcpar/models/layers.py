@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hpcpar.context_parallel import ContextParallel
+from hpcpar.errors import MismatchError
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.models.balancing import Balancing
 from hpcpar.models.expert_tokens import ExpertTokens
-from hpcpar.models.loss import Reduction, next_token_loss
 from hpcpar.planner.shapes import LlamaConfig
 from hpcpar.tensor_parallel import Dropout, RandomStreams, RMSNorm, Stream, causal_attention
+from hpcpar.tensor_parallel.cross_entropy import IGNORED
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
@@ -36,6 +38,9 @@ Attention = Callable[[Tensor, Tensor, Tensor, Dropout | None], Tensor]
 
 Projection = Callable[[Sequence[nn.Module], Tensor], Sequence[Tensor]]
 """(layers, their common input) -> output of each."""
+
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 class Loss(Protocol):
@@ -69,6 +74,24 @@ def key_value_linear(in_features: int, heads: int, head_size: int) -> nn.Module:
 def project_each(layers: Sequence[nn.Module], hidden: Tensor) -> list[Tensor]:
     """Apply each layer to the same input."""
     return [layer(hidden) for layer in layers]
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """Return the cross-entropy in nats between logits [B, S, V] and the next tokens [B, S].
+
+    "mean" is over targets that are not `IGNORED`, "sum" leaves the division to the caller, "none"
+    gives [B, S]. Half-precision logits are widened to float32 first.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise MismatchError(
+            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)} do not fit: "
+            f"logits must be [B, S, V] and targets [B, S]"
+        )
+    wide = logits.float() if logits.element_size() < 4 else logits
+    loss = functional.cross_entropy(
+        wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
+    return loss.view(targets.shape) if reduction == "none" else loss
 
 
 def unchanged(logits: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from hpcpar.autograd import Recompute
 from hpcpar.autograd.fused_layers import adding_in_place
 from hpcpar.errors import LayoutError
-from hpcpar.models.layers import Layers
+from hpcpar.models.layers import Layers, Reduction
 from hpcpar.models.llama import EMBEDDING, HEAD, Llama
-from hpcpar.models.loss import Reduction
 from hpcpar.parameter_info import note
 from hpcpar.pipeline_parallel.balance import require_split
 from hpcpar.planner.shapes import LlamaConfig, Part

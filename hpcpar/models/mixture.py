@@ -128,7 +128,10 @@ class MixtureOfExperts(nn.Module):
         for expert in self._parallel.own:
             module = FeedForward(hidden_size, sizes.ffn_size, column=column, row=row)
             self.experts.add_module(str(expert), module)  # append would count from 0
-        self._note_ranks(layers)
+        for parameter in self.experts.parameters():
+            note_split_over(parameter, self._parallel.comm)
+            if layers.expert_replicas is not None:
+                note(parameter, replicas=layers.expert_replicas)
         self.shared_experts: FeedForward | None = None
         if sizes.shared_ffn_size:
             column, row = layers.column_linear, layers.row_linear
@@ -214,10 +217,3 @@ class MixtureOfExperts(nn.Module):
             sizes,
         )
         return tokens.own(kept.view(experts.shape), hidden).flatten(0, 1)
-
-    def _note_ranks(self, layers: Layers) -> None:
-        """Note on experts' parameters which ranks have the other experts, and which ones copies of these."""
-        for parameter in self.experts.parameters():
-            note_split_over(parameter, self._parallel.comm)
-            if layers.expert_replicas is not None:
-                note(parameter, replicas=layers.expert_replicas)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,13 +41,6 @@ Specs = dict[tuple[int, int], OutputSpec | None]
 
 ANNOUNCEMENT_NBYTES = 4096
 """Fixed length, so that receives can be posted in advance; a spec of 150 tensors fits."""
-
-
-class _Posted(NamedTuple):
-    """Posted receives of one microbatch, and their tensors."""
-
-    tensors: tuple[Tensor, ...]
-    handles: tuple[Handle, ...]
 
 
 class _Inbox:
@@ -81,7 +74,7 @@ class _Inbox:
         self._announced = announced
         self._posted = 0
         self._announcements: deque[tuple[int, Handle]] = deque()
-        self._received: dict[int, _Posted] = {}
+        self._received: dict[int, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
 
     def post(self, microbatch: int) -> None:
         """Post the receives of this microbatch, and of those that are sent before it."""
@@ -126,7 +119,7 @@ class _Inbox:
         )
         tag = _tag(self._boundary, self._direction)
         handles = tuple(self._comm.start_recv(each, self._source, tag) for each in tensors)
-        self._received[microbatch] = _Posted(tensors, handles)
+        self._received[microbatch] = tensors, handles
 
 
 class Mailbox:

@@ -31,12 +31,7 @@ from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.comm import Communicator
 from hpcpar.comm.agree import require_same
 from hpcpar.errors import OperationError, ScheduleError
-from hpcpar.pipeline_parallel.executor import (
-    MAX_UNDELIVERED,
-    ScheduleExecutor,
-    agree_on_pass,
-    forward_only,
-)
+from hpcpar.pipeline_parallel.executor import MAX_UNDELIVERED, ScheduleExecutor, agree_on_pass, forward_only
 from hpcpar.pipeline_parallel.mailbox import Mailbox
 from hpcpar.pipeline_parallel.microbatches import batch_length, checksum_of, microbatches_of, signature
 from hpcpar.pipeline_parallel.stage import Stage, poking_between_layers

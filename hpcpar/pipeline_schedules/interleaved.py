@@ -15,9 +15,8 @@ source   Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where p divides m
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from hpcpar.errors import ScheduleError
+from hpcpar.partition import bounds
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.one_f_one_b import in_turn
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
@@ -71,7 +70,4 @@ def _rounds(ranks: int, per_rank: int, microbatches: int, memory_limit: int | No
             if (per_rank - 1) * most + 1 + min(ranks - 1, fewest) <= memory_limit:
                 break
             count += 1
-    starts = [0]
-    for each in range(count):
-        starts.append(starts[-1] + microbatches // count + (each < microbatches % count))
-    return [range(start, end) for start, end in pairwise(starts)]
+    return [range(*edges) for edges in bounds(microbatches, count)]

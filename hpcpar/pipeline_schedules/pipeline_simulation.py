@@ -14,8 +14,8 @@ from statistics import median
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action, Kind
-from hpcpar.pipeline_schedules.order import in_order
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.proof import in_order
 from hpcpar.pipeline_schedules.timetable import Timed, Timetable
 
 

@@ -3,23 +3,29 @@
 The proof holds for the executor's way to send, even if MPI buffers no message:
 
 - every stage runs F and B of every microbatch exactly once, and W at most once, after its B; all on one rank;
-- no deadlock. A rank waits only before an action, for its inputs. It posts their receives by then; the
-  producer starts a non-blocking send when its action ends. So an action that can start stays able to start,
-  and one serial order of all actions is enough: then every timing gets through;
+- no deadlock. A rank runs its row from left to right and waits only before an action, for its inputs. It
+  posts their receives by then; the producer starts a non-blocking send when its action ends. So an action
+  that can start stays able to start, and one serial order of all actions is enough: then every timing gets
+  through;
 - no message is left over: a value that crosses ranks has one producer and one consumer, both of which run, so
   every send is complete when all rows have ended;
-- each rank's peak of chunks (one microbatch's activations of one stage) is within a limit.
+- each rank's peak of chunks (one microbatch's activations of one stage) is within a limit. A forward saves
+  them for its backward. A whole backward frees them all. A split one frees in B what only B reads, and in W
+  the rest, the inputs of the weight products.
+
+    row      0F0 0F1 0B0 0W0 0F2 ...
+    chunks     1   2   2   1   2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import KINDS, Action
-from hpcpar.pipeline_schedules.order import in_order
-from hpcpar.pipeline_schedules.peak_memory import chunks_kept
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 
 
@@ -80,24 +86,15 @@ def _prove_complete(schedule: Schedule) -> None:
             seen[action] = place
     if not seen:
         raise ScheduleError(f"the schedule of {schedule.ranks} ranks has no actions: give it some")
-    for action in _wanted(schedule):
+    for stage, microbatch, kind in product(range(schedule.stages), range(schedule.microbatches), KINDS[:2]):
+        action = Action(stage, kind, microbatch)
         if action not in seen:
+            home = schedule.rank_of_stage.get(stage)
             raise ScheduleError(
                 f"{action} is missing: the schedule has stages 0 to {schedule.stages - 1} and microbatches "
-                f"0 to {schedule.microbatches - 1}; put it into the row of {_row_for(schedule, action.stage)}"
+                f"0 to {schedule.microbatches - 1}; put it into the row of "
+                f"{'one rank' if home is None else f'rank {home}'}"
             )
-
-
-def _wanted(schedule: Schedule) -> Iterator[Action]:
-    for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
-            yield Action(stage, "F", microbatch)
-            yield Action(stage, "B", microbatch)
-
-
-def _row_for(schedule: Schedule, stage: int) -> str:
-    home = schedule.rank_of_stage.get(stage)
-    return "one rank" if home is None else f"rank {home}"
 
 
 def _prove_within(schedule: Schedule, kept: tuple[tuple[int, ...], ...], memory_limit: int) -> None:
@@ -121,3 +118,94 @@ def _messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 sends[rank] += schedule.microbatches
                 receives[rank] += schedule.microbatches
     return tuple(sends), tuple(receives)
+
+
+# --- deadlock -------------------------------------------------------------------------------------
+
+
+def in_order(schedule: Schedule) -> tuple[Action, ...]:
+    """Sort all actions: each after its dependencies and after its row's earlier ones.
+
+    errors   ScheduleError that names an action that can never start, and its missing dependency
+    """
+    rows = schedule.rows
+    done: set[Action] = set()
+    found: list[Action] = []
+    at = [0] * len(rows)
+    waiting: dict[Action, list[int]] = {}
+    able = list(range(len(rows)))
+    while able:
+        rank = able.pop()
+        row = rows[rank]
+        while at[rank] < len(row):
+            action = row[at[rank]]
+            missing = next((need for need in schedule.needs(action) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            at[rank] += 1
+            done.add(action)
+            found.append(action)
+            able += waiting.pop(action, ())
+    if waiting:
+        waits = {rank: need for need, ranks in waiting.items() for rank in ranks}
+        raise ScheduleError(_why(schedule, at, dict(sorted(waits.items()))))
+    return tuple(found)
+
+
+def _why(schedule: Schedule, at: list[int], waits: dict[int, Action]) -> str:
+    """Explain a deadlock: a missing action, one too late in its own row, or a cycle of ranks."""
+    for rank, need in waits.items():
+        if not any(need in row for row in schedule.rows):
+            return (
+                f"{_head(schedule, at, rank)} cannot start: it needs {need}, which no rank does; "
+                f"put {need} into the row of the rank that has stage {need.stage}"
+            )
+    for rank, need in waits.items():
+        row = schedule.rows[rank]
+        if need in row:
+            return (
+                f"{_head(schedule, at, rank)} cannot start: it needs {need}, which comes later in the same "
+                f"row, at place {row.index(need)}; put {need} first"
+            )
+    # Every blocked rank waits for another blocked rank, so following them ends in a cycle.
+    seen: list[int] = []
+    rank = next(iter(waits))
+    while rank not in seen:
+        seen.append(rank)
+        rank = schedule.rank_of_stage[waits[rank].stage]
+    cycle = seen[seen.index(rank) :]
+    told = (
+        f"{_head(schedule, at, rank)} needs {waits[rank]} of rank {schedule.rank_of_stage[waits[rank].stage]}"
+        for rank in cycle
+    )
+    return f"ranks wait for each other: {', '.join(told)}; let one of them do earlier what another needs"
+
+
+def _head(schedule: Schedule, at: list[int], rank: int) -> str:
+    return f"{schedule.rows[rank][at[rank]]} (rank {rank}, place {at[rank]})"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peak_chunks(schedule: Schedule) -> tuple[int, ...]:
+    """Count, for every rank, the most chunks alive at once: until their whole backward, or their W."""
+    return tuple(max(kept, default=0) for kept in chunks_kept(schedule))
+
+
+def chunks_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Count, for every rank, the chunks alive during each of its actions."""
+    return tuple(
+        tuple(sum(alive.values()) for alive in chunks_by_stage(schedule, rank))
+        for rank in range(schedule.ranks)
+    )
+
+
+def chunks_by_stage(schedule: Schedule, rank: int) -> Iterator[Mapping[int, int]]:
+    """Yield the chunks of each stage that are alive on a rank during each of its actions."""
+    alive: Counter[int] = Counter()
+    for stage, kind, microbatch in schedule.rows[rank]:
+        alive[stage] += kind == "F"
+        yield alive
+        alive[stage] -= kind == "W" or (kind == "B" and not schedule.is_split(stage, microbatch))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from hpcpar.errors import ScheduleError
+from hpcpar.errors import ScheduleError, did_you_mean
 from hpcpar.pipeline_schedules.gpipe import gpipe, naive
 from hpcpar.pipeline_schedules.interleaved import interleaved
 from hpcpar.pipeline_schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from hpcpar.pipeline_schedules.schedule_search import automatic
 from hpcpar.pipeline_schedules.stage_placement import Shape, StagePlacement, loop, v_shape
 from hpcpar.pipeline_schedules.v_shape import dualpipe_v, zb_v
@@ -43,8 +42,7 @@ class Method:
 
     summary           its strength, in a line
     build             makes the schedule
-    stages_per_rank   default
-    fewest_stages     least stages per rank
+    stages_per_rank   fewest stages per rank, and the default
     most_stages       most stages per rank; None: any number
     limited           can keep to a memory limit
     timed             needs durations
@@ -56,7 +54,6 @@ class Method:
     build: Callable[[ScheduleRequest], Schedule]
     placement: Shape = "loop"
     stages_per_rank: int = 1
-    fewest_stages: int = 1
     most_stages: int | None = 1
     limited: bool = False
     timed: bool = False
@@ -65,11 +62,11 @@ class Method:
     def allowed_stages(self) -> str:
         """Stages that a rank can have, in words."""
         if self.most_stages is None:
-            return f"{self.fewest_stages} or more"
+            return f"{self.stages_per_rank} or more"
         return str(self.most_stages)
 
     def allows(self, stages_per_rank: int) -> bool:
-        return self.fewest_stages <= stages_per_rank and (
+        return self.stages_per_rank <= stages_per_rank and (
             self.most_stages is None or stages_per_rank <= self.most_stages
         )
 
@@ -120,9 +117,8 @@ def make(
 def find(name: str) -> Method:
     """Look a method up; ScheduleError with similar names if there is none."""
     if name not in METHODS:
-        near = get_close_matches(name.lower().replace("_", "-"), METHODS, n=3)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ScheduleError(f"no pipeline schedule {name!r}: {meant}there are {', '.join(METHODS)}")
+        hint = did_you_mean(name.lower().replace("_", "-"), METHODS)
+        raise ScheduleError(f"no pipeline schedule {name!r}: {hint}there are {', '.join(METHODS)}")
     return METHODS[name]
 
 
@@ -145,7 +141,7 @@ def _within_limit(build: Callable[..., Schedule]) -> Callable[[ScheduleRequest],
     return lambda asked: build(asked.ranks, asked.microbatches, memory_limit=asked.memory_limit)
 
 
-TWO_IN_A_V: Any = {"placement": "v", "stages_per_rank": 2, "fewest_stages": 2, "most_stages": 2}
+TWO_IN_A_V: Any = {"placement": "v", "stages_per_rank": 2, "most_stages": 2}
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -184,7 +180,6 @@ METHODS: dict[str, Method] = {
             "Narayanan et al. 2021, arXiv 2104.04473",
             lambda asked: interleaved(asked.placement, asked.microbatches, memory_limit=asked.memory_limit),
             stages_per_rank=2,
-            fewest_stages=2,
             most_stages=None,
             limited=True,
         ),

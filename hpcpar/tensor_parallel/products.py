@@ -28,11 +28,7 @@ from torch.nn import functional
 from hpcpar.autograd import copy_to, gather_from, reduce_from, reduce_scatter_to
 from hpcpar.autograd.deferred_functions import cut_off
 from hpcpar.autograd.dim_collectives import PendingResult, Summand, start_gather, start_sum_scatter
-from hpcpar.autograd.grad_accumulation_fusion import (
-    LinearWeightGrad,
-    accumulate,
-    bias_gradient,
-)
+from hpcpar.autograd.grad_accumulation_fusion import LinearWeightGrad, accumulate, bias_gradient
 from hpcpar.autograd.own_functions import differentiated_once, no_view, under_autocast
 from hpcpar.autograd.weight_grad_mode import under_way
 from hpcpar.partition import bounds

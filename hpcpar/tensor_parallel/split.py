@@ -117,14 +117,12 @@ class Split:
     def whole(self, shards: Sequence[Tensor]) -> Tensor:
         """Join the shards of all ranks."""
         whole = shards[0].new_empty(self.whole_shape(shards[0].shape))
-        for rank, shard in enumerate(shards):
-            for (start, stop), place in zip(self.parts[rank], self._places(rank), strict=True):
-                whole.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, place, stop - start))
+        for part, shard in zip(self.parts, shards, strict=True):
+            lengths = [stop - start for start, stop in part]
+            pieces = torch.split(shard.narrow(self.dim, 0, sum(lengths)), lengths, self.dim)
+            for (start, stop), piece in zip(part, pieces, strict=True):
+                whole.narrow(self.dim, start, stop - start).copy_(piece)
         return whole
-
-    def _places(self, rank: int) -> tuple[int, ...]:
-        """Start of each range in a rank's shard."""
-        return offsets([stop - start for start, stop in self.parts[rank]])[:-1]
 
 
 def split_evenly(length: int, size: int, *, dim: int = 0, padded: int = 0) -> Split:
@@ -139,8 +137,8 @@ def split_evenly(length: int, size: int, *, dim: int = 0, padded: int = 0) -> Sp
     return Split(dim, length, parts, per_rank if padded > length else 0)
 
 
-def split_sections(sections: Sequence[Section], size: int, *, dim: int = 0) -> Split:
-    """Split a fused tensor, each section among all ranks."""
+def split_sections(sections: Sequence[Section], size: int) -> Split:
+    """Split a fused tensor along dim 0, each section among all ranks."""
     lengths = [section.rows if isinstance(section, Heads) else section for section in sections]
     edges = offsets(lengths)
     parts = tuple(
@@ -151,7 +149,7 @@ def split_sections(sections: Sequence[Section], size: int, *, dim: int = 0) -> S
         )
         for rank in range(size)
     )
-    return Split(dim, edges[-1], parts)
+    return Split(0, edges[-1], parts)
 
 
 def replicated(length: int, size: int) -> Split:
@@ -360,12 +358,12 @@ def gather_whole(parameter: Tensor, values: Tensor | None = None) -> Tensor:
     rest = math.prod(shape[: split.dim]) * math.prod(shape[split.dim + 1 :])
     # A copy: memory of a fully sharded parameter that is being sent could not be freed.
     own = values.clone(memory_format=torch.contiguous_format)
-    gathered = comm.allgather(own, counts=[length * rest for length in lengths])
-    edges = offsets([length * rest for length in lengths])
+    counts = [length * rest for length in lengths]
+    pieces = torch.split(comm.allgather(own, counts=counts), counts)
     return split.whole(
         [
-            gathered[start:stop].view(*shape[: split.dim], length, *shape[split.dim + 1 :])
-            for (start, stop), length in zip(pairwise(edges), lengths, strict=True)
+            piece.view(*shape[: split.dim], length, *shape[split.dim + 1 :])
+            for piece, length in zip(pieces, lengths, strict=True)
         ]
     )
 

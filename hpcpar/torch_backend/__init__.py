@@ -19,21 +19,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpcpar.torch_backend.meeting import communicator_of, device_mesh_of, mesh_of, process_group_of
+    from hpcpar.torch_backend.interop import communicator_of, device_mesh_of, mesh_of, process_group_of
     from hpcpar.torch_backend.registration import register
-
-_HOME = {
-    "communicator_of": "meeting",
-    "device_mesh_of": "meeting",
-    "mesh_of": "meeting",
-    "process_group_of": "meeting",
-    "register": "registration",
-}
 
 __all__ = ["communicator_of", "device_mesh_of", "mesh_of", "process_group_of", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'hpcpar.torch_backend' has no attribute {name!r}")
-    return getattr(import_module(f"hpcpar.torch_backend.{_HOME[name]}"), name)
+    home = "registration" if name == "register" else "interop"
+    return getattr(import_module(f"hpcpar.torch_backend.{home}"), name)

@@ -23,14 +23,15 @@ from hpcpar.torch_backend.monitored import monitored_barrier
 from hpcpar.torch_backend.registration import NAME
 from hpcpar.torch_backend.tensors import (
     copy_to,
-    is_known,
     joined,
     listed,
     movable,
     name_of,
     op_of,
     reduction,
+    root_of,
     uneven,
+    width_of,
 )
 from hpcpar.torch_backend.work import AnySource, Finish, Work, seconds_of
 
@@ -68,8 +69,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
-    def name(self) -> str:
-        return NAME
+    name = getBackendName
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
@@ -79,13 +79,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    group_name = pg_name = property(getGroupName)
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         self._desc = desc
@@ -95,9 +89,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._desc
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -139,15 +131,12 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
             for tensor in tensors:
                 self._allreduce_sparse(tensor, op)
             return Work(tensors)
-        if len(tensors) == 1 and getattr(opts, "asyncOp", True) is False and self._runs_at_once:
+        runs_at_once = self._coalesced is None and self.timeout_s is None
+        if len(tensors) == 1 and getattr(opts, "asyncOp", True) is False and runs_at_once:
             name, factor = reduction(op, tensors[0])
             self.comm.allreduce(tensors[0].detach(), name, prescale_factor=factor)
             return Work(tensors)
         return self._started(tensors, [self._start_allreduce(tensor, op) for tensor in tensors], opts)
-
-    @property
-    def _runs_at_once(self) -> bool:
-        return self._coalesced is None and self.timeout_s is None
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
@@ -178,8 +167,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
         tensors, op = listed(tensors), op_of(getattr(opts, "reduceOp", op), None)
-        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else 0)
-        handles = []
+        root, handles = root_of(opts), []
         for tensor in tensors:
             name, factor = reduction(op, tensor)
             own = source = tensor.detach()
@@ -190,58 +178,52 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         return self._started(tensors, handles, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._started([output], [self._start_reduce_scatter(output, input, opts)], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        handles = [self._start_reduce_scatter(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        handles = []
+        for output, input in zip(outputs, inputs, strict=True):
+            self._require_length("reduce_scatter", input, output.numel() * self.comm.size)
+            handles.append(self._start_reduce_scatter(input.detach(), output, opts))
         return self._started(outputs, handles, opts)
 
-    def _start_reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> Handle:
-        self._require_length("reduce_scatter", input, output.numel() * self.comm.size)
-        name, factor = reduction(op_of(opts, None), input)
+    def _start_reduce_scatter(
+        self, whole: Tensor, output: Tensor, opts: Any, counts: list[int] | None = None
+    ) -> Handle:
+        name, factor = reduction(op_of(opts, None), output)
         return self.comm.start_reduce_scatter(
-            input.detach(), name, out=output.detach(), prescale_factor=factor
+            whole, name, counts=counts, out=output.detach(), prescale_factor=factor
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs = listed(outputs)
         inputs = inputs if isinstance(inputs[0], (list, tuple)) else [inputs]
-        handles = []
-        for output, pieces in zip(outputs, inputs, strict=True):
-            name, factor = reduction(op_of(opts, None), output)
-            handles.append(
-                self.comm.start_reduce_scatter(
-                    joined(pieces),
-                    name,
-                    counts=uneven(pieces),
-                    out=output.detach(),
-                    prescale_factor=factor,
-                )
-            )
+        handles = [
+            self._start_reduce_scatter(joined(pieces), output, opts, uneven(pieces))
+            for output, pieces in zip(outputs, inputs, strict=True)
+        ]
         return self._started(outputs, handles, opts)
 
     # Gathers -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors = listed(tensors)
-        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else 0)
-        handles = [self.comm.start_broadcast(movable(tensor), root) for tensor in tensors]
+        handles = [self.comm.start_broadcast(movable(tensor), root_of(opts)) for tensor in tensors]
         return self._started(tensors, handles, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._started([output], [self._start_allgather(output, input)], opts)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        handles = [self._start_allgather(*pair) for pair in zip(outputs, inputs, strict=True)]
+        handles = []
+        for output, input in zip(outputs, inputs, strict=True):
+            self._require_length("all_gather", output, input.numel() * self.comm.size)
+            handles.append(self.comm.start_allgather(movable(input), out=movable(output)))
         return self._started(outputs, handles, opts)
-
-    def _start_allgather(self, output: Tensor, input: Tensor) -> Handle:
-        self._require_length("all_gather", output, input.numel() * self.comm.size)
-        return self.comm.start_allgather(movable(input), out=movable(output))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         inputs = listed(inputs)
@@ -261,7 +243,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         return self.allgather(by_input, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        shard, root = listed(inputs)[0], getattr(opts, "rootRank", opts if isinstance(opts, int) else 0)
+        shard, root = listed(inputs)[0], root_of(opts)
         if self.comm.rank != root:
             return self._started([], [self.comm.start_gather(movable(shard), root)], opts)
         pieces = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
@@ -281,12 +263,11 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         whole = shard.new_empty(sum(piece.numel() for piece in pieces))
         counts = uneven(pieces)
         if counts is not None:
-            width = 1 if is_known(shard) else shard.element_size()
-            counts = [count * width for count in counts]
+            counts = [count * width_of(shard) for count in counts]
         return start(movable(shard), counts=counts, out=movable(whole)), lambda: copy_to(pieces, whole)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        output, root = listed(outputs)[0], getattr(opts, "rootRank", opts if isinstance(opts, int) else 0)
+        output, root = listed(outputs)[0], root_of(opts)
         whole = None
         if self.comm.rank == root:
             pieces = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
@@ -320,12 +301,12 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
                 f"split sizes {list(splits)} were given for {rows} rows and {size} ranks: one for each rank, "
                 f"{rows} in all"
             )
-        row = math.prod(tensor.shape[1:]) * (1 if is_known(tensor) else tensor.element_size())
+        row = math.prod(tensor.shape[1:]) * width_of(tensor)
         return [split * row for split in splits]
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         sent, received = joined(inputs), outputs[0].new_empty(sum(output.numel() for output in outputs))
-        width = 1 if is_known(sent) else sent.element_size()
+        width = width_of(sent)
         handle = self.comm.start_alltoall(
             movable(sent),
             out=movable(received),
@@ -379,12 +360,7 @@ class ProcessGroup(_ByTorch):  # type: ignore[misc]
         return Work([tensor for work in works for tensor in work.result()], finish=finish)
 
     def _started(
-        self,
-        result: list[Any],
-        handles: list[Handle],
-        opts: Any = None,
-        finish: Any = None,
-        source: int = -1,
+        self, result: list[Any], handles: list[Handle], opts: Any = None, finish: Any = None, source: int = -1
     ) -> Work:
         return self._handed_over(Work(result, handles, finish, source, self.timeout_s), opts)
 

@@ -23,13 +23,9 @@ _OPS = {
     "BXOR": "xor",
 }
 _OPS_OF_BOOL = {
-    "sum": "or",
-    "max": "or",
-    "product": "and",
-    "min": "and",
+    **dict.fromkeys(("sum", "max", "or"), "or"),
+    **dict.fromkeys(("product", "min", "and"), "and"),
     "xor": "xor",
-    "and": "and",
-    "or": "or",
 }
 _SUM = distributed.ReduceOp(distributed.ReduceOp.SUM)
 
@@ -42,6 +38,12 @@ def op_of(opts: Any, op: Any) -> Any:
     """The operation: of torch's options, or given itself, or SUM."""
     found = getattr(opts, "reduceOp", opts if op is None else op)
     return _SUM if found is None else found
+
+
+def root_of(opts: Any) -> int:
+    """The root: of torch's options, or given itself, or rank 0."""
+    root: int = getattr(opts, "rootRank", opts if isinstance(opts, int) else 0)
+    return root
 
 
 def name_of(op: Any) -> str:
@@ -60,7 +62,7 @@ def reduction(op: Any, tensor: Tensor) -> tuple[str, float]:
         if name not in _OPS_OF_BOOL:
             raise OperationError(f"all_reduce of bool by {torch_name}: convert it to an integer type first")
         return _OPS_OF_BOOL[name], 1.0
-    if not is_known(tensor):
+    if tensor.dtype not in _KNOWN:
         raise OperationError(
             f"a reduction of {tensor.dtype} by {torch_name} was asked for: this type can be moved, not added "
             f"up; convert it to float32 or bfloat16 first"
@@ -74,8 +76,9 @@ def reduction(op: Any, tensor: Tensor) -> tuple[str, float]:
 _KNOWN = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
-def is_known(tensor: Tensor) -> bool:
-    return tensor.dtype in _KNOWN
+def width_of(tensor: Tensor) -> int:
+    """What an element of `movable(tensor)` counts: 1, or its bytes."""
+    return 1 if tensor.dtype in _KNOWN else tensor.element_size()
 
 
 def movable(tensor: Tensor) -> Tensor:

@@ -74,12 +74,9 @@ class Work(distributed._Work):  # type: ignore[misc, name-defined]
             raise
         finally:
             under_way.discard(self)
-            if (
-                len(self._result) == 1
-                and isinstance(self._result[0], Tensor)
-                and self._result[0].numel() == 1
-            ):
-                latest[:] = [self]
+            match self._result:
+                case [Tensor() as only] if only.numel() == 1:
+                    latest[:] = [self]
         if self._future is not None and not self._future.is_set:
             self._future.complete(self._result)
 

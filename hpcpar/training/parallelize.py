@@ -26,9 +26,9 @@ from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.mesh import Mesh
 from hpcpar.models import Llama, LlamaConfig, LlamaStages, parallel_layers
 from hpcpar.models.balancing import Balancing
-from hpcpar.models.expert_ranks import ExpertRanks
 from hpcpar.models.hugging_face_files import read_parameters, stored_values
 from hpcpar.models.initialise import initial_value
+from hpcpar.models.parallel import ExpertRanks
 from hpcpar.pipeline_parallel import TiedWeights
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.planner.experts import Experts

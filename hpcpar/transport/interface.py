@@ -110,10 +110,7 @@ class Transport(Protocol):
     natives: Natives | None
 
     def start(
-        self,
-        sends: Sequence[tuple[Octets, int]],
-        receives: Sequence[tuple[Octets, int]],
-        tag: int,
+        self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
         """Post `(bytes, to)` and `(bytes, source)` pairs, all under one tag; returns at once.
 

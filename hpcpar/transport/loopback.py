@@ -27,9 +27,29 @@ class _LoopbackMessage:
 
 
 class _LoopbackExchange:
-    def __init__(self, sends: list[_LoopbackMessage], receives: list[_LoopbackMessage]) -> None:
-        self._receives = receives
-        self._open = sends + receives
+    """The messages of one exchange, posted by each `start`."""
+
+    def __init__(
+        self,
+        transport: LoopbackTransport,
+        sends: Sequence[tuple[Octets, int]],
+        receives: Sequence[tuple[Octets, int]],
+        tag: int,
+    ) -> None:
+        self._messages = (transport, sends, receives, tag)
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._receives: list[_LoopbackMessage] = []
+        self._open: list[_LoopbackMessage] = []
+
+    def start(self) -> None:
+        transport, sends, receives, tag = self._messages
+        posted_sends, self._receives = transport.post(sends, receives, tag)
+        self._open = posted_sends + self._receives
+
+    def free(self) -> None:
+        """Nothing is held."""
 
     def test(self) -> bool:
         self._open = [message for message in self._open if not message.done]
@@ -40,29 +60,6 @@ class _LoopbackExchange:
 
     def received_nbytes(self) -> int:
         return sum(message.nbytes for message in self._receives)
-
-
-class _Prepared(_LoopbackExchange):
-    def __init__(
-        self,
-        transport: LoopbackTransport,
-        sends: Sequence[tuple[Octets, int]],
-        receives: Sequence[tuple[Octets, int]],
-        tag: int,
-    ) -> None:
-        super().__init__([], [])
-        self._messages = (transport, sends, receives, tag)
-
-    def rewind(self) -> None:
-        self._receives, self._open = [], []
-
-    def start(self) -> None:
-        transport, sends, receives, tag = self._messages
-        posted_sends, self._receives = transport.post(sends, receives, tag)
-        self._open = posted_sends + self._receives
-
-    def free(self) -> None:
-        """Nothing is held."""
 
 
 @dataclass
@@ -125,7 +122,9 @@ class LoopbackTransport:
     def start(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int
     ) -> Exchange:
-        return _LoopbackExchange(*self.post(sends, receives, tag))
+        exchange = _LoopbackExchange(self, sends, receives, tag)
+        exchange.start()
+        return exchange
 
     def prepare(
         self,
@@ -136,7 +135,7 @@ class LoopbackTransport:
         persistent: bool,
         keep_lengths: bool = False,
     ) -> PreparedExchange:
-        return _Prepared(self, sends, receives, tag)
+        return _LoopbackExchange(self, sends, receives, tag)
 
     def post(
         self, sends: Sequence[tuple[Octets, int]], receives: Sequence[tuple[Octets, int]], tag: int

@@ -14,14 +14,7 @@ from itertools import chain, starmap
 from typing import Any
 
 from hpcpar.errors import OperationError
-from hpcpar.transport.interface import (
-    COLLECTIVE_TAGS,
-    Exchange,
-    Natives,
-    Octets,
-    PreparedExchange,
-    Transport,
-)
+from hpcpar.transport.interface import COLLECTIVE_TAGS, Exchange, Natives, Octets, PreparedExchange, Transport
 from hpcpar.transport.mpi_library import MPI, explained, last_line, ranks_in_world, start, world_nodes
 from hpcpar.transport.mpi_native import MpiNatives
 

@@ -256,7 +256,7 @@ def test_what_a_config_lacks_is_named() -> None:
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [2]}
             | {"moe_intermediate_size": 8},
-            r"mlp_only_layers=\[2\]: here only the first",
+            r"mlp_only_layers=\[2\], .* first layers alone lack experts",
         ),
     ],
 )
@@ -322,16 +322,22 @@ def test_tensors_of_another_form_are_named(name: str, value: Tensor, reason: str
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads=0; give a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 must be a whole number of at least 1"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"num_local_experts": [5]}, r"num_local_experts=\[5\]; give a whole number"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; give a number"),
+        ({"num_local_experts": [5]}, r"num_local_experts = \[5\] must be a whole number"),
+        ({"rms_norm_eps": "small"}, "norm_epsilon = 'small' must be a finite number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1; give true or false"),
-        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; give an object"),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x'; give a number"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers=3; give a list"),
+        ({"rope_parameters": [1]}, r"rope_parameters = \[1\] must be an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta = 'x' must be a finite number"),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": 3},
+            "mlp_only_layers=3, .* first layers alone lack experts",
+        ),
         ({"model_type": []}, r"a model of the type \[\]"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 and divides .* Take a model with more"),
+        (
+            {"num_experts_per_tok": 1},
+            "one expert of each token, whose renormalised weight is always 1.* share_experts",
+        ),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from hpcpar.errors import ConfigError, MismatchError
 from hpcpar.models import Layers, Llama, LlamaConfig, generate, next_token_loss
 from hpcpar.models.initialise import initial_value
 from hpcpar.models.layers import Linear, key_value_linear, project_each
-from hpcpar.models.rotary import rotary_tables, rotate
+from hpcpar.models.llama import rotary_tables, rotate
 from hpcpar.tensor_parallel import RMSNorm, causal_attention
 
 SMALL = LlamaConfig(

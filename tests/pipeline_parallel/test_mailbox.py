@@ -17,8 +17,8 @@ from hpcpar.pipeline_parallel.executor import forward_only
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES, Mailbox, _tag
 from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, TensorSpec, spec_of
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.order import in_order
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
+from hpcpar.pipeline_schedules.proof import in_order
 from hpcpar.transport.interface import COLLECTIVE_TAGS
 from tests.pipeline_parallel.test_pipeline import LOOP, ONE_F_ONE_B, OUT_OF_ORDER, V, by_rows
 

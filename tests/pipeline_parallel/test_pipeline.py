@@ -29,9 +29,9 @@ from hpcpar.pipeline_parallel.executor import StageError
 from hpcpar.pipeline_parallel.pipeline import Pipeline, late_from
 from hpcpar.pipeline_schedules import schedule_registry
 from hpcpar.pipeline_schedules.action import Action
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from tests.grid import pairwise
 
 TOLERANCE = 1e-10

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from hpcpar.pipeline_schedules.gpipe import gpipe, naive
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from hpcpar.pipeline_schedules.stage_placement import loop
 from hpcpar.pipeline_schedules.text import parse
 

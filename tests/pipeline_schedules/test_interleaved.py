@@ -9,9 +9,8 @@ import pytest
 
 from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.interleaved import interleaved
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
-from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.proof import peak_chunks, prove
 from hpcpar.pipeline_schedules.stage_placement import loop
 from hpcpar.pipeline_schedules.text import parse
 

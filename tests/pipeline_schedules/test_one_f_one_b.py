@@ -7,9 +7,8 @@ from fractions import Fraction
 import pytest
 
 from hpcpar.pipeline_schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
-from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.proof import peak_chunks, prove
 from hpcpar.pipeline_schedules.text import parse
 
 # Figure 3 of Narayanan et al. 2021, of one step.

@@ -12,9 +12,10 @@ from hpcpar.errors import ScheduleError
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
-from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.proof import chunks_kept, in_order, peak_chunks, prove
 from hpcpar.pipeline_schedules.schedule_registry import METHODS, Method, make
 from hpcpar.pipeline_schedules.stage_placement import loop, v_shape
+from hpcpar.pipeline_schedules.text import parse
 
 PATTERNS = [method for method in METHODS.values() if not method.timed]
 
@@ -215,3 +216,35 @@ def test_a_proof_agrees_with_the_graph_and_with_a_run_of_unbuffered_messages(nam
         assert proved == has_no_cycle(schedule) == runs_unbuffered(schedule, seed)
         wrong += not proved
     assert 0 < wrong < 40
+
+
+@pytest.mark.parametrize("name", [method.name for method in PATTERNS])
+def test_every_action_comes_once_after_its_needs_and_in_its_rows_order(name: str) -> None:
+    schedule = make(name, 4, 6)
+    order = in_order(schedule)
+    place = {action: number for number, action in enumerate(order)}
+    assert len(order) == len(place) == sum(map(len, schedule.rows))
+    for action in order:
+        assert all(place[need] < place[action] for need in schedule.needs(action))
+    for row in schedule.rows:
+        assert [place[action] for action in row] == sorted(place[action] for action in row)
+
+
+def test_what_no_rank_does_is_named_before_those_that_wait_for_it_in_turn() -> None:
+    right = make("gpipe", 3, 1)
+    # 2F0 is gone: rank 2 waits for it, and ranks 1 and 0 for rank 2.
+    with pytest.raises(
+        ScheduleError, match=r"^2B0 \(rank 2, place 0\) cannot start: it needs 2F0, which no rank does"
+    ):
+        in_order(Schedule((*right.rows[:2], right.rows[2][1:])))
+
+
+SPLIT = """
+0F0 0F1 0B0 0F2 0W0 0B1 0B2 0W2
+    1F0 1B0 1F1 1B1 1F2 1B2
+"""
+
+
+def test_a_chunk_is_alive_from_its_forward_to_its_w_or_whole_backward() -> None:
+    assert chunks_kept(parse(SPLIT)) == ((1, 2, 2, 3, 3, 2, 1, 1), (1, 1, 1, 1, 1, 1))
+    assert peak_chunks(parse(SPLIT)) == (3, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.errors import ScheduleError
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from hpcpar.pipeline_schedules.schedule_registry import METHODS, find, make
 
 STAGES = {

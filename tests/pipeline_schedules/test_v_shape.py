@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from hpcpar.pipeline_schedules.text import parse
 from hpcpar.pipeline_schedules.v_shape import dualpipe_v, zb_v
 

@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from hpcpar.pipeline_schedules.one_f_one_b import one_f_one_b
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
-from hpcpar.pipeline_schedules.proof import prove
+from hpcpar.pipeline_schedules.proof import peak_chunks, prove
 from hpcpar.pipeline_schedules.text import parse
 from hpcpar.pipeline_schedules.timetable import Timetable
 from hpcpar.pipeline_schedules.zero_bubble import zb_h1, zb_h2

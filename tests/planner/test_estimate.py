@@ -9,8 +9,8 @@ import pytest
 
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import Layout
-from hpcpar.pipeline_schedules.peak_memory import peak_chunks
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
+from hpcpar.pipeline_schedules.proof import peak_chunks
 from hpcpar.pipeline_schedules.schedule_registry import make
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.estimate import Estimate, estimate

@@ -9,7 +9,7 @@ import pytest
 
 from hpcpar.errors import HpcparError
 from hpcpar.mesh import Layout
-from hpcpar.models.expert_ranks import ExpertRanks, require_feed_forward
+from hpcpar.models.parallel import ExpertRanks, require_feed_forward
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.rules import SPLIT_BACKWARD, layout_refusal, sequence_parallel_fits, zero_refusal

@@ -107,7 +107,7 @@ class ServedModel:
         return asked or longest
 
 
-def served_model(where: Path, *, dtype: str | None, dry_run: bool = False) -> ServedModel:
+def served_model(where: Path, *, dtype: str | None) -> ServedModel:
     """Return the model of a model directory, a run, or a checkpoint; export it unless that was done.
 
     dtype     of the parameters; None = as they are, or as trained (float64 becomes float32)
