@@ -51,19 +51,6 @@ def test_long_messages_over_mpi_travel_in_pieces(world):
     np.testing.assert_array_equal(received, float(left))
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float16)])
-def test_all_ranks_hold_identical_bits_whatever_the_algorithm(size, dtype, exchange):
-    def work(comm):
-        values = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
-        return [
-            comm.allreduce(values.clone(), "average", algorithm=name).view(torch.uint8).tolist()
-            for name in ALGORITHMS["allreduce"]
-        ]
-
-    by_rank = run_loopback(size, work, **exchange)
-    assert all(bits == by_rank[0] for bits in by_rank)
-
-
 def test_the_order_of_summation_is_the_same_in_every_run_and_however_ranks_exchange(exchange):
     def work(comm):
         values = np.random.default_rng(comm.rank).standard_normal(999)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -82,18 +80,6 @@ def test_calls_that_left_the_cache_over_mpi_free_their_requests(world_of_message
     assert_all_right([sizes_in_turn(world_of_messages.unchecked("compiled"))])
 
 
-def test_more_calls_under_way_than_lanes_wait_for_their_turn():
-    def work(comm):
-        buffers = [np.full(20, comm.rank + call, dtype=float) for call in range(5 * TURNS)]
-        handles = [comm.start_allreduce(buffer) for buffer in buffers]
-        order = np.random.default_rng(comm.rank).permutation(len(handles))
-        for index in order:
-            handles[index].wait()
-        return [float(b[0]) for b in buffers], [3.0 + 3 * call for call in range(len(buffers))]
-
-    assert_all_right(run_loopback(3, work))
-
-
 def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
     def work(comm):
         array, tensor = np.zeros(4), torch.zeros(4)
@@ -106,20 +92,6 @@ def test_a_buffer_that_was_resized_or_replaced_under_its_name_is_seen():
         return comm.allreduce(array).tolist(), comm.allreduce(tensor).tolist()
 
     assert run_loopback(2, work) == [([1.0] * 6, [1.0] * 6)] * 2
-
-
-def test_a_buffer_is_not_kept_alive_by_what_was_compiled_for_it():
-    def work(comm):
-        array, tensor = np.ones(1000), torch.ones(1000)
-        for _ in range(3 * TURNS):
-            comm.allreduce(array)
-            comm.allreduce(tensor)
-        references = weakref.ref(array), weakref.ref(tensor)
-        del array, tensor
-        gc.collect()
-        return [reference() is None for reference in references]
-
-    assert run_loopback(2, work) == [[True, True]] * 2
 
 
 def test_a_buffer_and_a_handle_that_the_caller_drops_live_until_the_call_is_done():
@@ -144,55 +116,6 @@ def test_a_transposed_view_at_the_same_address_is_another_buffer():
         return matrix.tolist()
 
     assert run_loopback(2, work) == [[[0.0, 2.0], [4.0, 6.0]]] * 2
-
-
-def test_remembered_calls_are_counted_as_the_first_was():
-    def work(comm):
-        buffers = [np.ones(100), np.ones(100)]
-        calls = {
-            "allreduce": lambda: comm.allreduce(buffers[0], algorithm="ring"),
-            "broadcast": lambda: comm.broadcast(buffers[0]),
-            "allgather": lambda: comm.allgather(buffers[0][:50], out=buffers[1]),
-            "reduce_scatter": lambda: comm.reduce_scatter(buffers[0]),
-            "alltoall": lambda: comm.alltoall(buffers[0], out=buffers[1]),
-            "reduce": lambda: comm.reduce(buffers[0]),
-            "barrier": lambda: comm.barrier(),
-        }
-        bills = {}
-        for name, call in calls.items():
-            call()
-            once = comm.traffic.nbytes_sent(name)
-            for _ in range(9):
-                call()
-            row = comm.traffic.row(name)
-            bills[name] = row.calls, row.nbytes_sent == 10 * once, row.messages % 10
-        return bills
-
-    for bills in run_loopback(2, work):
-        assert set(bills.values()) == {(10, True, 0)}
-
-
-def test_averages_and_results_of_remembered_calls_are_right():
-    def work(comm):
-        mine = np.empty(6)
-        out, gathered, swapped = np.empty(6), np.empty(6 * comm.size), np.empty(6)
-        seen = []
-        for call in range(10):
-            mine[:] = comm.rank * 10 + call
-            comm.allreduce(mine, "average", out=out)
-            comm.allgather(mine, out=gathered)
-            comm.alltoall(mine, out=swapped)
-            reduced = comm.reduce(mine, "average", 1, out=out if comm.rank == 1 else None)
-            assert reduced is (out if comm.rank == 1 else None)
-            shard = comm.reduce_scatter(mine).copy()
-            seen.append((out[0], gathered[::6].tolist(), swapped[::3].tolist(), shard.tolist()))
-        return seen
-
-    for seen in run_loopback(2, work):
-        for call, (mean, gathered, swapped, shard) in enumerate(seen):
-            assert mean == 5 + call
-            assert gathered == swapped == [call, 10 + call]
-            assert shard == [10 + 2 * call] * 3
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import run
 
 IMPORTED = """
 import sys, torch
@@ -12,45 +16,32 @@ print("hpcpar" in torch.distributed.Backend.backend_list)
 """
 
 
-def test_importing_torch_registers_it_and_loads_nothing_else(tmp_path) -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", IMPORTED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout.splitlines()
+def test_importing_torch_registers_it_and_loads_nothing_else(tmp_path: Path) -> None:
+    said = run(sys.executable, "-c", IMPORTED, directory=tmp_path).stdout.splitlines()
     assert said[0] == str(["hpcpar", "hpcpar.torch_backend", "hpcpar.torch_backend.registration"])
     assert said[1] == "True"
 
 
 ALONE = """
-import os, torch
+import os, sys, torch
 from torch import distributed
-distributed.init_process_group({words})
-tensor = torch.ones(2)
-distributed.all_reduce(tensor)
-print(tensor.tolist(), distributed.get_backend(), os.environ["RANK"], os.environ["WORLD_SIZE"])
-distributed.destroy_process_group()
+for backend in sys.argv[1:]:
+    distributed.init_process_group(backend or None)
+    tensor = torch.ones(2)
+    distributed.all_reduce(tensor)
+    print(tensor.tolist(), distributed.get_backend(), os.environ["RANK"], os.environ["WORLD_SIZE"])
+    distributed.destroy_process_group()
 """
 
 
-def test_a_program_alone_is_a_job_of_one_rank(tmp_path) -> None:
-    for words, module in (
-        ('"hpcpar"', []),
-        ('"gloo"', ["-m", "hpcpar.torch_backend"]),
-        ("", ["-m", "hpcpar.torch_backend"]),
-    ):
-        said = subprocess.run(
-            [sys.executable, *module, "-c", ALONE.format(words=words)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert said.stdout.strip() == "[1.0, 1.0] hpcpar 0 1", said.stderr
+@pytest.mark.parametrize(
+    ("start", "backends"),
+    [([], ["hpcpar"]), (["-m", "hpcpar.torch_backend"], ["gloo", ""])],
+    ids=["its name", "another name or none, by our module"],
+)
+def test_a_program_alone_is_a_job_of_one_rank(tmp_path: Path, start: list[str], backends: list[str]) -> None:
+    said = run(sys.executable, *start, "-c", ALONE, *backends, directory=tmp_path)
+    assert said.stdout.splitlines() == ["[1.0, 1.0] hpcpar 0 1"] * len(backends), said.stderr
 
 
 MIXED = """
@@ -59,10 +50,8 @@ distributed.init_process_group("cpu:hpcpar,cuda:gloo")
 """
 
 
-def test_a_group_of_several_backends_is_refused(tmp_path) -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", MIXED], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+def test_a_group_of_several_backends_is_refused(tmp_path: Path) -> None:
+    said = run(sys.executable, "-c", MIXED, directory=tmp_path)
     assert said.returncode
     assert "does the calls of all devices: name 'hpcpar' alone" in said.stderr
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from hpcpar.launch.bootstrap.pmi_selection import own_library
+from tests.command import run
 
 PROGRAM = """
 import os, torch
@@ -29,6 +29,6 @@ def test_torchrun_starts_ranks_and_its_store_is_used(tmp_path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110, check=False)
+    done = run(sys.executable, *words, timeout_s=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[3.0, 3.0, 3.0] True"] * 2

@@ -125,13 +125,13 @@ def remembered_on(comm, kind, count, times=TIMES):
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "size", "is_long"), pairwise(KINDS, [5, 2000, 12_000], SIZES, [True, False])
+    ("kind", "count", "size", "way"), pairwise(KINDS, [5, 2000, 12_000], SIZES, ["long", "usual", "messages"])
 )
 def test_remembered_calls_are_right_in_one_piece_in_several_and_read_where_they_lie(
-    kind, count, size, is_long, quick_looks, assert_true
+    kind, count, size, way, quick_looks, assert_true
 ):
-    options = LONG if is_long else USUAL
-    for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **options):
+    options = {"long": LONG, "usual": USUAL, "messages": {}}
+    for checks in run_loopback(size, lambda comm: remembered_on(comm, kind, count), **options[way]):
         assert_true(checks)
 
 
@@ -197,7 +197,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_that_changes_under_its_name_is_seen(change, sharing):
+def test_a_tensor_that_changes_under_its_name_is_seen(change, exchange):
     def work(comm):
         tensor = torch.zeros(100)
         kept = tensor.data  # so that its memory goes to nobody else
@@ -212,10 +212,10 @@ def test_a_tensor_that_changes_under_its_name_is_seen(change, sharing):
         return results, kept.sum().item() if change == "replaced" else 0.0
 
     expected = [[3 + 3 * call] for call in range(TIMES)]
-    assert run_loopback(3, work, **sharing) == [(expected, 0.0)] * 3
+    assert run_loopback(3, work, **exchange) == [(expected, 0.0)] * 3
 
 
-def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get(sharing):
+def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get(exchange):
     def work(comm):
         checks = []
         for call in range(6 * SLOTS):
@@ -227,10 +227,10 @@ def test_arrays_that_are_freed_and_made_again_are_right_whatever_memory_they_get
             del array
         return checks
 
-    assert all(all(checks) for checks in run_loopback(3, work, **sharing))
+    assert all(all(checks) for checks in run_loopback(3, work, **exchange))
 
 
-def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(sharing):
+def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(exchange):
     def work(comm):
         array, tensor = np.ones(1000), torch.ones(1000)
         for _ in range(3 * SLOTS):
@@ -241,7 +241,7 @@ def test_a_tensor_is_not_kept_alive_by_what_is_remembered_of_it(sharing):
         gc.collect()
         return [reference() is None for reference in references]
 
-    assert run_loopback(2, work, **sharing) == [[True, True]] * 2
+    assert run_loopback(2, work, **exchange) == [[True, True]] * 2
 
 
 def test_more_calls_than_are_kept_make_room(sharing, monkeypatch):
@@ -279,7 +279,7 @@ def test_calls_that_are_traced_are_right_and_noted(sharing):
 # Several at once.
 
 
-def test_more_calls_under_way_than_lanes_wait_for_their_turn(sharing):
+def test_more_calls_under_way_than_lanes_wait_for_their_turn(exchange):
     def work(comm):
         other = comm.split(0, key=-comm.rank)
         buffers = [np.full(200, comm.rank + call, dtype=float) for call in range(5 * SLOTS)]
@@ -289,10 +289,10 @@ def test_more_calls_under_way_than_lanes_wait_for_their_turn(sharing):
         return [set(b.tolist()) for b in buffers]
 
     expected = [{3.0 + 3 * call} for call in range(5 * SLOTS)]
-    assert run_loopback(3, work, **sharing) == [expected] * 3
+    assert run_loopback(3, work, **exchange) == [expected] * 3
 
 
-def test_remembered_calls_take_their_turn_behind_those_under_way(sharing):
+def test_remembered_calls_take_their_turn_behind_those_under_way(exchange):
     def work(comm):
         tensor, right = torch.zeros(500), []
         for call in range(4 * SLOTS):
@@ -305,7 +305,7 @@ def test_remembered_calls_take_their_turn_behind_those_under_way(sharing):
             right += [set(a.tolist()) == {3 * (call + n) + 3} for n, a in enumerate(started)]
         return right
 
-    assert all(all(right) for right in run_loopback(3, work, **sharing))
+    assert all(all(right) for right in run_loopback(3, work, **exchange))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -422,7 +422,7 @@ def test_random_programs_equal_the_serial_computation(seed, size, post_nbytes, q
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", [np.ones, torch.ones])
-def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
+def test_remembered_calls_are_counted_as_the_theory_says(size, make, exchange):
     """840 elements of 8 bytes divide by every size; between the resets nothing is left over."""
     nbytes, some = 840 * 8, size - 1
 
@@ -451,7 +451,7 @@ def test_remembered_calls_are_counted_as_the_theory_says(size, make, sharing):
         return bills, comm.traffic.rows(), comm.traffic.nbytes_sent()
 
     rounds = (size - 1).bit_length()
-    results = run_loopback(size, work, **sharing)
+    results = run_loopback(size, work, **exchange)
     for rank, (bills, rows, sent) in enumerate(results):
         assert (rows, sent) == ([], 0)
         for times, bill in zip((1, 3, 9), bills, strict=True):
