@@ -238,6 +238,7 @@ def run(
     rows: list[ResultRow] = []
     for collective in options.collectives:
         if collective.startswith("send") and comm.size == 1:
+            speak(f"# {collective} is left out: it takes two ranks")
             continue
         for title in titles(collective, singly=options.singly):
             speak(title)

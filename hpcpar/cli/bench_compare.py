@@ -23,6 +23,7 @@ def compare(words: tuple[str, ...], steps: int, only: tuple[str, ...], json_file
     says; its time needs a description of this machine (`hpcpar bench fit … --machine own`).
     """
     import hpcpar
+    from hpcpar.cli.bench import require_writable
     from hpcpar.cli.draw_compare import of_records, table
     from hpcpar.training import comparison
     from hpcpar.training.config import read_text
@@ -30,6 +31,9 @@ def compare(words: tuple[str, ...], steps: int, only: tuple[str, ...], json_file
     world = hpcpar.init(sets_threads=True)
     source = words[0] if words and "=" not in words[0] else None
     try:
+        with world.together("looking where to write"):
+            if world.rank == 0:
+                require_writable(json_file)
         text = comparison.MODEL
         if source is not None:
             with world.together(f"reading {source}"):

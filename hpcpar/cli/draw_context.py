@@ -9,8 +9,8 @@ import click
 
 from hpcpar.cli import picture
 from hpcpar.context_parallel import METHODS, Mask
-from hpcpar.context_parallel.context_plan import ContextPlan, balanced, positions_of, prove
-from hpcpar.context_parallel.context_traffic import ContextTraffic, HeadSizes, moves_of, traffic
+from hpcpar.context_parallel.context_plan import ContextPlan, balanced, moves_of, positions_of, prove
+from hpcpar.context_parallel.context_traffic import ContextTraffic, HeadSizes, traffic
 from hpcpar.errors import LayoutError
 from hpcpar.partition import bounds
 
@@ -203,7 +203,7 @@ def table(drawn: DrawnPlan) -> str:
 def spans_line(rank: int, held: Sequence[int]) -> str:
     """Name the places that a rank holds, as spans."""
     starts = [place for place, before in zip(held, [None, *held], strict=False) if place - 1 != before]
-    stops = [place + 1 for place, after in zip(held, [*held[1:], None], strict=True) if place + 1 != after]
+    stops = [place + 1 for place, after in zip(held, [*held[1:], None], strict=False) if place + 1 != after]
     spans = [f"{a:,}" if a == b - 1 else f"{a:,} to {b - 1:,}" for a, b in zip(starts, stops, strict=True)]
     shown = ", ".join(spans if len(spans) <= 8 else [*spans[:8], f"and {len(spans) - 8} more"])
     return f"rank {rank} holds {shown or 'no token'}"

@@ -11,6 +11,7 @@ import click
 
 from hpcpar.algorithms.topology import MessageCost
 from hpcpar.cli import picture
+from hpcpar.cli.bench import NOT_NEGATIVE
 from hpcpar.cli.draw_context import COLOURS
 from hpcpar.errors import LayoutError
 from hpcpar.expert_parallel.dispatch import Dispatch, RowMessage, between_nodes, prove, rows_sent, seconds
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUMBER = click.IntRange(min=1)
-NOT_NEGATIVE = click.FloatRange(min=0)
 
 BAR = 40
 """Characters of the busiest expert's bar."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +11,15 @@ import click
 
 from hpcpar.cli import picture
 from hpcpar.cli.draw_overlap import TimeSpan
-from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, of_rank, rank_of_run, step_of_run
+from hpcpar.cli.run_timeline import (
+    Event,
+    bounds_of_step,
+    events_of,
+    kind_of,
+    of_rank,
+    rank_of_run,
+    step_of_run,
+)
 from hpcpar.errors import ConfigError
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.stage_memory import ACTIVATIONS
@@ -27,9 +34,6 @@ COLUMNS = 72
 """Of the drawing as text."""
 
 LEVELS = " ▁▂▃▄▅▆▇█"
-
-ACTION = re.compile(r"\d+([FBW])\d+")
-"""Name of a pipeline's action in a timeline: stage, kind, microbatch."""
 
 Series = Sequence[tuple[float, float]]
 """(seconds from the start of the step, bytes from then on), in order."""
@@ -120,14 +124,13 @@ def _planned(run: Path) -> dict[str, float]:
 def _step_of(rank: int, events: Sequence[Event], step: int, planned: Mapping[str, float]) -> StepMemory:
     first_s, last_s = bounds_of_step(events, step)
     counters = [event for event in events if event["ph"] == "C"]
-    states = [(event["ts"] / 1e6, event["args"]) for event in counters if event["name"] == "model state"]
+    states = [event["args"] for event in counters if event["name"] == "model state"]
     if not states:
         raise ConfigError(
             "the timeline has no counters of memory; record it anew by hpcpar train … output.timeline_steps=3"
         )
     # The state is counted after each step: that of the step before is what this one begins with.
-    before = [state for at, state in states if at <= first_s + 1e-3] if step > 1 else []
-    state = before[-1] if before else states[min(step, len(states)) - 1][1]
+    state = states[max(0, step - 2)]
     activations = [
         (event["ts"] / 1e6 - first_s, event["args"]["nbytes"])
         for event in counters
@@ -150,8 +153,7 @@ def passes_of(events: Sequence[Event], first_s: float, last_s: float) -> Iterato
         start_s = event["ts"] / 1e6
         if event["ph"] != "X" or event["cat"] != "compute" or not first_s <= start_s < last_s:
             continue
-        action = ACTION.fullmatch(event["name"])
-        kind = {"forward": "F", "backward": "B"}.get(event["name"]) if action is None else action[1]
+        kind = kind_of(event["name"])
         if kind in ("F", "B"):
             start_s -= first_s
             yield TimeSpan(kind, start_s, start_s + event["dur"] / 1e6)

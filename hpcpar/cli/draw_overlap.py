@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from hpcpar.cli import picture
-from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, step_of_run
+from hpcpar.cli.run_timeline import Event, bounds_of_step, events_of, kind_of, step_of_run
 from hpcpar.units import MiB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+Interval = tuple[float, float]
 
 
 class TimeSpan(NamedTuple):
@@ -33,12 +36,14 @@ class RankStep(NamedTuple):
     compute     forward, backward, optimizer, …
     in_flight   communication, from its start to its end
     standing    when the program waited for communication and did nothing else
+    waits       all such times of the rank: the next step waits for what is in flight at this one's end
     """
 
     rank: int
     compute: Sequence[TimeSpan]
     in_flight: Sequence[TimeSpan]
     standing: Sequence[TimeSpan]
+    waits: Sequence[Interval]
 
     @property
     def start_s(self) -> float:
@@ -59,10 +64,7 @@ class RankStep(NamedTuple):
     @property
     def hidden_s(self) -> float:
         """Time of communication under way in which the program went on."""
-        return self.in_flight_s - seconds_of(common(union(self.in_flight), union(self.standing)))
-
-
-Interval = tuple[float, float]
+        return self.in_flight_s - seconds_of(common(union(self.in_flight), self.waits))
 
 
 def union(spans: Iterable[TimeSpan]) -> list[Interval]:
@@ -122,7 +124,7 @@ def step_of(rank: int, events: Sequence[Event], step: int) -> RankStep:
         [span for span in spans[kind] if first_s <= span.start_s < last_s]
         for kind in ("compute", "communication", "waiting")
     )
-    return RankStep(rank, compute, in_flight, standing)
+    return RankStep(rank, compute, in_flight, standing, union(spans["waiting"]))
 
 
 def one_by_one_s(ranks: Sequence[RankStep], rank: RankStep) -> float:
@@ -161,11 +163,10 @@ def table(ranks: Sequence[RankStep], step: int) -> str:
     by_name: dict[str, list[TimeSpan]] = defaultdict(list)
     for span in ranks[0].in_flight:
         by_name[span.name].append(span)
-    standing = union(ranks[0].standing)
     for name, spans in sorted(by_name.items()):
         covered = union(spans)
         seconds = seconds_of(covered)
-        hidden = 1 - seconds_of(common(covered, standing)) / seconds if seconds else 0.0
+        hidden = 1 - seconds_of(common(covered, ranks[0].waits)) / seconds if seconds else 0.0
         sent = sum(span.nbytes for span in spans) / MiB
         lines.append(f"{name:<34}{len(spans):>6}{sent:>8.2f} MiB{seconds * 1e3:>9.1f} ms{hidden:>10.0%}")
     lines += ["", "one by one: what the step would take if each communication were awaited at once"]
@@ -180,6 +181,12 @@ LARGEST = 8
 """Ranks that are drawn."""
 
 
+def part_of(span: TimeSpan) -> str:
+    """Return the name of a span's colour; "" where it has none."""
+    name = {"F": "forward", "B": "backward", "W": "backward"}.get(kind_of(span.name) or "", span.name)
+    return name if name in COLOUR_OF else ""
+
+
 def figure_of(ranks: Sequence[RankStep], step: int) -> Figure:
     """Return a figure of the step as it was, over the step with one thing after another.
 
@@ -192,7 +199,7 @@ def figure_of(ranks: Sequence[RankStep], step: int) -> Figure:
     was, would = figure.subplots(2, 1, sharex=True, height_ratios=(2 * len(shown), len(shown)))
     origin_s = min(each.start_s for each in shown)
     for place, each in enumerate(shown):
-        bars = [(2 * place, span, COLOUR_OF[span.name]) for span in each.compute if span.name in COLOUR_OF]
+        bars = [(2 * place, span, COLOUR_OF[part_of(span)]) for span in each.compute if part_of(span)]
         bars += [(2 * place, span, picture.IDLE) for span in each.standing]
         bars += [(2 * place + 1, span, picture.COMMUNICATION) for span in each.in_flight]
         for row, span, colour in bars:
@@ -221,8 +228,8 @@ def _one_by_one(axes: Axes, place: int, step: RankStep, communication_s: float) 
         return seconds_of(covered) - seconds_of(common(covered, standing))
 
     at_s = 0.0
-    rest = [span for span in step.compute if span.name not in COLOUR_OF]
-    of = {name: [span for span in step.compute if span.name == name] for name in COLOUR_OF}
+    rest = [span for span in step.compute if not part_of(span)]
+    of = {name: [span for span in step.compute if part_of(span) == name] for name in COLOUR_OF}
     parts = [
         (own_s(rest), picture.IDLE),
         (own_s(of["forward"]), COLOUR_OF["forward"]),

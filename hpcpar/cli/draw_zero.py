@@ -53,7 +53,7 @@ def number(context: click.Context, parameter: click.Parameter, value: str) -> in
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:], 1.0)
     try:
         found = round(float(text[:-1] if scale != 1 else text) * scale)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise click.BadParameter(f"{value!r}: give a number, as in 7.5e9 or 7.5B") from error
     if found < 1:
         raise click.BadParameter(f"{value!r}: give at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,10 @@ from hpcpar.errors import ConfigError
 Event = dict[str, Any]
 """An event of the file: ph is X for a span and C for a counter; ts and dur are in microseconds."""
 
-LAST_OF_STEP = "optimizer"
+ACTION = re.compile(r"\d+([FBW])\d+")
+"""Name of a pipeline's action in a timeline: stage, kind, microbatch."""
+
+FIRST_OF_STEP, LAST_OF_STEP = "data", "optimizer"
 
 
 def events_of(run: Path) -> dict[int, list[Event]]:
@@ -37,19 +41,27 @@ def events_of(run: Path) -> dict[int, list[Event]]:
     return dict(sorted(of_rank.items()))
 
 
+def kind_of(name: str) -> str | None:
+    """Return F, B or W of a forward, a backward or a pipeline's action; None for what is none of them."""
+    action = ACTION.fullmatch(name)
+    return {"forward": "F", "backward": "B"}.get(name) if action is None else action[1]
+
+
 def bounds_of_step(events: Sequence[Event], step: int) -> tuple[float, float]:
-    """Return the seconds at which a step of a rank begins and ends; ConfigError where it has fewer steps."""
-    ends = sorted(
-        (event["ts"] + event["dur"]) / 1e6
-        for event in events
-        if event["ph"] == "X" and event["cat"] == "compute" and event["name"] == LAST_OF_STEP
-    )
-    if step > len(ends):
+    """Return the seconds at which a step of a rank begins and ends; ConfigError where it has fewer steps.
+
+    What is between two steps is in neither: evaluation, sums of losses, a checkpoint.
+    """
+    compute = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    starts = sorted(event["ts"] / 1e6 for event in compute if event["name"] == FIRST_OF_STEP)
+    ends = sorted((event["ts"] + event["dur"]) / 1e6 for event in compute if event["name"] == LAST_OF_STEP)
+    steps = list(zip(starts, ends, strict=False))
+    if step > len(steps):
         raise ConfigError(
-            f"--step {step}, but the timeline has {len(ends)} steps; give one of them, or record more by "
+            f"--step {step}, but the timeline has {len(steps)} steps; give one of them, or record more by "
             "output.timeline_steps"
         )
-    return [0.0, *ends][step - 1], ends[step - 1]
+    return steps[step - 1]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

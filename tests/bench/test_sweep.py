@@ -23,8 +23,10 @@ QUICK = SweepOptions(
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_every_algorithm_is_measured_in_every_place_and_right(size: int, kind: sweep.Kind) -> None:
-    rows = run_loopback(size, lambda comm: run(replace(QUICK, kind=kind), comm))[0]
+    said: list[str] = []
+    rows = run_loopback(size, lambda comm: run(replace(QUICK, kind=kind), comm, say=said.append))[0]
     assert all(row.wrong == 0 for row in rows)
+    assert ("# send is left out: it takes two ranks" in said) == (size == 1)
     found = {(row.collective, row.algorithm, row.place) for row in rows}
     for collective, places in PLACES.items():
         if collective.startswith("send"):

@@ -96,6 +96,7 @@ MISTAKES = {
     "table": (["tune", "--file", "/"], "/ cannot be read as a table"),
     "place of a table": (["tune", "--file", "/dev/null/t.toml"], "/dev/null/t.toml cannot be"),
     "lines": (["collectives", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
+    "lines of a comparison": (["compare", "--json", "/nonexist/a.json"], "there is no directory /nonexist"),
     "picture": (["collectives", "--output", "/nonexist/a.png"], "there is no directory /nonexist"),
 }
 
@@ -107,18 +108,19 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     import hpcpar
     from hpcpar.bench import sweep, tune
     from hpcpar.comm import Communicator
+    from hpcpar.training import comparison
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("measuring has begun")
 
     monkeypatch.setenv("HPCPAR_TUNING", "none")
-    for module, function in ((sweep, "run"), (tune, "tune")):
+    for module, function in ((sweep, "run"), (tune, "tune"), (comparison, "compare")):
         monkeypatch.setattr(module, function, refuse)
-    monkeypatch.setattr(hpcpar, "init", Communicator.alone)
-    (command, *words), message = MISTAKES[name]
-    done = CliRunner().invoke(getattr(bench, command), words, standalone_mode=False)
+    monkeypatch.setattr(hpcpar, "init", lambda **_: Communicator.alone())
+    words, message = MISTAKES[name]
+    done = CliRunner().invoke(bench.bench, words, standalone_mode=False)
     assert done.return_value == bench.CANNOT_WORK
-    assert f"hpcpar bench {command}: " in done.output
+    assert f"hpcpar bench {words[0]}: " in done.output
     assert message in done.output
 
 

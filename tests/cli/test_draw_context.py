@@ -58,6 +58,10 @@ def test_a_window_and_later_keys(output: Output) -> None:
     assert "1    0 0 0 ·" in told
 
 
+def test_a_rank_may_have_no_token(output: Output) -> None:
+    assert "holds no token" in output("--ranks", "4", "--length", "3")
+
+
 def test_heads_are_shared_within_two_ranks_and_keys_travel_between_them(output: Output) -> None:
     told = output("--method", "ulysses+ring", "--inner", "2", "--length", "40", "--kv-heads", "2")
     assert "each cell 2 x 2 tokens" in told

@@ -84,3 +84,7 @@ def test_the_picture_has_the_loads_and_the_rows(ranks: int) -> None:
 )
 def test_what_cannot_be_drawn_is_named(arguments: tuple[str, ...], words: str, output: Output) -> None:
     assert words in output(*arguments, status=1)
+
+
+def test_a_price_is_a_finite_number(output: Output) -> None:
+    assert "nan is no finite number" in output("--alpha-intra", "nan", status=2)

@@ -34,6 +34,7 @@ def run(tmp_path: Path) -> Path:
     layer 1               gather    |F        |B             |
     """
     events = [
+        span("compute", "data", 0, 0),
         span("compute", "forward", 10, 40),
         span("compute", "backward", 40, 80),
         span("compute", "optimizer", 80, 84),
@@ -95,5 +96,7 @@ def test_a_run_without_units_is_refused(run: Path, output: Output, tmp_path: Pat
     assert "the timeline has 1 steps" in output(run, "--step", "2", status=1)
     assert "the run had ranks 0 to 0" in output(run, "--step", "1", "--rank", "1", status=1)
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({"traceEvents": [span("compute", "optimizer", 0, 1)]}))
+    other.write_text(
+        json.dumps({"traceEvents": [span("compute", name, 0, 1) for name in ("data", "optimizer")]})
+    )
     assert "step 1 has no units of ZeRO-3" in output(other, "--step", "1", status=1)

@@ -33,10 +33,13 @@ def state(at_ms: float, optimizer: float) -> Any:
 def run(tmp_path: Path) -> Path:
     """Two steps of one rank; in the second one two microbatches go forward before they go back."""
     events = [
+        span("compute", "data", 0, 0),
         span("compute", "forward", 0, 10),
-        span("compute", "backward", 10, 20),
-        span("compute", "optimizer", 20, 30),
-        state(30.5, 2 * MiB),
+        span("compute", "backward", 10, 18),
+        span("compute", "optimizer", 18, 20),
+        state(22, 2 * MiB),
+        span("compute", "0F0", 23, 26),  # of an evaluation
+        span("compute", "data", 30, 30),
         span("compute", "0F0", 40, 50),
         counter("activations", 45, nbytes=4 * MiB),
         span("compute", "0F1", 50, 60),
@@ -104,5 +107,7 @@ def test_what_was_not_recorded_is_refused(run: Path, output: Output, tmp_path: P
     assert "the timeline has 2 steps" in output(run, "--step", "3", status=1)
     assert "the run had ranks 0 to 0" in output(run, "--rank", "1", status=1)
     older = tmp_path / "older.json"
-    older.write_text(json.dumps({"traceEvents": [span("compute", "optimizer", 0, 1)]}))
+    older.write_text(
+        json.dumps({"traceEvents": [span("compute", name, 0, 1) for name in ("data", "optimizer")]})
+    )
     assert "has no counters of memory" in output(older, "--step", "1", status=1)

@@ -37,4 +37,5 @@ def test_bars_are_parameters_gradients_and_state_by_stage(output: Output, tmp_pa
 
 def test_a_number_that_is_none_is_refused(output: Output) -> None:
     assert "'7.5X'" in output("--parameters", "7.5X", status=2)
+    assert "'inf': give a number" in output("--parameters", "inf", status=2)
     assert "at least 1" in output("--parameters", "0", status=2)
