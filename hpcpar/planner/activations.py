@@ -28,7 +28,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from hpcpar.planner.experts import Experts
 from hpcpar.planner.shapes import LlamaConfig, RecomputeMode
+from hpcpar.planner.strategy import Strategy
 
 ActivationKind = Literal["layer's input", "between the blocks", "within the blocks", "attention core"]
 
@@ -116,102 +118,120 @@ def layer_parts(
 
 
 def llama_layer_nbytes(
-    config: LlamaConfig,
-    batch: int,
-    sequence: int,
-    *,
-    itemsize: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    gather_again: bool = False,
-    mode: RecomputeMode = "none",
-    etp: int | None = None,
-    expert_load: float = 1.0,
+    config: LlamaConfig, strategy: Strategy, mode: RecomputeMode = "none", expert_load: float = 1.0
 ) -> int:
-    """Return the bytes that each of `tp` ranks keeps for a Llama layer without dropout.
+    """Return the bytes that each rank keeps of one microbatch for a Llama layer.
 
-    B batch, S sequence, T = B·S tokens, H hidden, F ffn, A heads, K key-value heads, D head size; t ranks,
-    T' = T/t under sequence parallelism, else T. Values of 4 or 8 bytes; a fused attention kernel.
+    mode          what it recomputes
+    expert_load   of `_mixture_nbytes`
 
-        two norms        input, normalized input, 1/σ                        2·(2·T'H + T')
-        two inputs       of queries, keys, values; of gate and up            2·TH, or 2·T'H gathered again
-        attention        queries and output; keys and values                 2·T·AD/t + 2·T·KD/t
-                         the logarithms of softmax's denominators            T·A/t
-        their norms      input, normalized input, 1/σ                        2·T·(A + K)D/t + T·(A + K)/t
-        feed-forward     gate, silu(gate), up, their product                 4·T·F/t
+    B batch, S sequence, T = B·S/cp tokens, H hidden, F ffn, A heads, K key-value heads, D head size; t ranks
+    of tp, T' = T/t under sequence parallelism, else T. A value has x bytes, and w = max(x, 4) where float32
+    or wider is computed in.
 
-    With experts the model's last layer is taken: E experts of width m, k for a token, with all tokens kept
-    and no losses. Each is split over `etp` ranks, those of tp where it is None, which mix T" = T·etp/t tokens
-    and route T° = min(T', T"). In place of gate and up's input and of the feed-forward there are
+        two norms        input, normalized input, 1/σ                2·T'(H(w + x) + w)
+        two inputs       of queries, keys, values; of gate and up    2·TH x, or 2·T'H x gathered again
+        attention        queries and output; keys and values         2·T·AD/t x + 2·T·KD/t x
+                         logarithms of softmax's denominators        T·A/t w
+                         dropout, Ulysses: its output once more      T·AD/t x
+                         Ulysses: a head for each rank at least      2·T·D(cp - K/t) x
+                         cp_keep: other ranks' keys and values       2·T·KD/t (cp - 1) x
+        their norms      input, normalized input, 1/σ                T(A + K)/t (D(w + x) + w)
+        feed-forward     gate, silu(gate), up, their product         4·T·F/t x
+        dropout          masks before both residual sums             2·T'H
 
-        router           input, scores, weights; before they are renormalised; int64 numbers of 8 bytes
-                                                                T°H + T°·E + T"·k; T°·(k + 1); T°·k
-        experts          rows, gate, silu(gate), up, their product, outputs   T"kL·H + 4·T"kL·m/etp + T"k·H
-        shared expert    as a feed-forward, and its input where that is gathered
+    With experts the model's last layer is taken, which has them.
 
-    L           expert_load: rows that come to this rank's experts, over those of its tokens
-    selective   without the logarithms (a kernel that is not fused would keep S values for each of them)
-    full        the layer's input: T'H
+    selective   without the four lines from the logarithms on (a kernel that is not fused would keep S values
+                in place of each logarithm)
+    full        the layer's input: T'H x
     norms of queries and keys are there with a qk_norm; of all heads together they have one 1/σ for a token
 
-    The rotary tables, 2·S·D/2 values, are kept once for all layers.
+    The rotary tables, 2·S·D/2 w, are kept once for all layers of a stage.
     """
-    tokens = batch * sequence
-    own_tokens = tokens // tp if sequence_parallel else tokens
-    hidden = config.hidden_size
+    tp, item, wide = strategy.layout.tp, strategy.itemsize, max(strategy.itemsize, 4)
+    tokens, own_tokens, hidden = strategy.own_tokens, _own_tokens(strategy), config.hidden_size
     if mode == "full":
-        return own_tokens * hidden * itemsize
-    norms = 2 * (2 * own_tokens * hidden + own_tokens)
-    inputs = 2 * (own_tokens if gather_again else tokens) * hidden
+        return own_tokens * hidden * item
+    norms = 2 * own_tokens * (hidden * (wide + item) + wide)
+    inputs = 2 * (own_tokens if strategy.gather_again else tokens) * hidden * item
     queries = tokens * config.heads // tp * config.head_width
     key_values = tokens * max(1, config.key_value_heads // tp) * config.head_width
-    logarithms = 0 if mode == "selective" else tokens * config.heads // tp
-    attention = 2 * queries + 2 * key_values + logarithms
+    attention = 2 * (queries + key_values) * item
+    if mode == "none":
+        attention += tokens * config.heads // tp * wide
+        cp, heads = strategy.layout.cp, max(1, config.key_value_heads // tp)
+        exchanges_heads = cp > 1 and strategy.cp_method.startswith("ulysses")
+        # One head's output is in place as it is, and so is that of packed documents.
+        if exchanges_heads or (config.dropout and config.heads > tp and not strategy.packs):
+            attention += queries * item
+        if exchanges_heads:
+            attention += 2 * tokens * max(cp - heads, 0) * config.head_width * item
+        elif strategy.cp_keep:
+            attention += 2 * key_values * (cp - 1) * item
     if config.qk_norm != "none":
-        heads = (queries + key_values) // config.head_width
-        attention += 2 * (queries + key_values) + (2 * tokens if config.qk_norm == "all" else heads)
+        sums = 2 * tokens if config.qk_norm == "all" else (queries + key_values) // config.head_width
+        attention += (queries + key_values) * (wide + item) + sums * wide
+    if config.dropout:
+        attention += 2 * own_tokens * hidden
     experts = config.experts_of(config.layers - 1)
     if experts is None:
-        feed_forward = 4 * tokens * config.ffn_width // tp
-        return (norms + inputs + attention + feed_forward) * itemsize
-    k, etp = experts.per_token, etp or tp
-    routed = min(own_tokens, tokens * etp // tp)
-    entered = inputs // 2 + routed * hidden
-    if experts.shared_ffn_size and tokens > routed and not gather_again:
-        entered += tokens * hidden
-    own_rows = tokens * k * etp // tp
-    rows = round(expert_load * own_rows)
-    router = routed * experts.count + own_rows + (routed * (k + 1) if experts.renormalise else 0)
-    mixture = router + (rows + own_rows) * hidden + 4 * rows * experts.ffn_size // etp
-    mixture += 4 * tokens * experts.shared_ffn_size // tp
-    numbers = 8 * routed * k
-    return (norms + entered + attention + mixture) * itemsize + numbers
+        return norms + inputs + attention + 4 * tokens * config.ffn_width // tp * item
+    return norms + inputs // 2 + attention + _mixture_nbytes(hidden, experts, strategy, expert_load)
 
 
-def llama_ends_nbytes(
-    config: LlamaConfig,
-    batch: int,
-    sequence: int,
-    *,
-    itemsize: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    embeds: bool = True,
-    heads: bool = True,
-) -> int:
-    """Return the bytes that each of `tp` ranks keeps of one microbatch outside the layers.
+def _mixture_nbytes(hidden: int, experts: Experts, strategy: Strategy, expert_load: float) -> int:
+    """Return the bytes that are kept in place of gate and up's input and of the feed-forward.
+
+    E experts of width m, k for a token, without losses, each split over etp ranks, which mix T" = T·etp/t
+    tokens and route T° = min(T', T"). L = expert_load, rows that come to this rank's experts over those of
+    its tokens: below 1 where tokens are dropped for want of capacity. M is the width of the shared expert;
+    other letters as in `llama_layer_nbytes`.
+
+        router           input, scores, weights                      (T°(H + E) + T"k) w
+                         before they are renormalised; their sums    T°(k + 1) w
+                         numbers, int64; its matrix where w > x      8·T°k + EH w
+        experts          rows, and what each keeps of them           T"kL(H + 4m/etp) x
+                         their outputs                               T"k min(L, 1) H x
+        shared expert    as a feed-forward                           4·T·M/t x
+                         its input, where the router's is another    TH x, or T'H x gathered again
+    """
+    tp, item, wide = strategy.layout.tp, strategy.itemsize, max(strategy.itemsize, 4)
+    etp, k = strategy.layout.etp, experts.per_token
+    tokens, own_tokens = strategy.own_tokens, _own_tokens(strategy)
+    routed, own_rows = min(own_tokens, tokens * etp // tp), tokens * k * etp // tp
+    router = routed * (hidden + experts.count) + own_rows + (routed * (k + 1) if experts.renormalise else 0)
+    numbers = 8 * routed * k + (experts.count * hidden * wide if wide > item else 0)
+    rows, outputs = round(expert_load * own_rows), round(min(expert_load, 1.0) * own_rows)
+    mixed = (rows + outputs) * hidden + 4 * rows * experts.ffn_size // etp
+    if experts.shared_ffn_size:
+        entered = own_tokens if strategy.gather_again else tokens
+        mixed += 4 * tokens * experts.shared_ffn_size // tp
+        mixed += entered * hidden if wide > item or entered > routed else 0
+    return router * wide + numbers + mixed * item
+
+
+def llama_ends_nbytes(config: LlamaConfig, strategy: Strategy, *, embeds: bool, heads: bool) -> int:
+    """Return the bytes that each rank keeps of one microbatch outside the layers.
 
     embeds   tokens, int64                                        8·T
-    heads    final norm: input, normalized input, 1/σ             2·T'H + T'
-             projection: its input                                TH
-             loss: log-probabilities in float32, targets          4·T·V/t + 8·T bytes
+    heads    final norm: input, normalized input, 1/σ             T'(H(w + x) + w)
+             projection: its input                                TH x, or T'H x gathered again
+             loss: log-probabilities in float32, targets          4·T·V/t + 8·T
 
     Letters as in `llama_layer_nbytes`.
     """
-    tokens = batch * sequence
-    own_tokens = tokens // tp if sequence_parallel else tokens
+    item, wide = strategy.itemsize, max(strategy.itemsize, 4)
+    tokens, hidden = strategy.own_tokens, config.hidden_size
     nbytes = 8 * tokens if embeds else 0
     if heads:
-        values = 2 * own_tokens * config.hidden_size + own_tokens + tokens * config.hidden_size
-        nbytes += itemsize * values + 4 * tokens * -(-config.vocab_size // tp) + 8 * tokens
+        own_tokens = _own_tokens(strategy)
+        nbytes += own_tokens * (hidden * (wide + item) + wide)
+        nbytes += (own_tokens if strategy.gather_again else tokens) * hidden * item
+        nbytes += 4 * tokens * -(-config.vocab_size // strategy.layout.tp) + 8 * tokens
     return nbytes
+
+
+def _own_tokens(strategy: Strategy) -> int:
+    """Tokens of a microbatch between the parallel layers of one rank."""
+    return strategy.own_tokens // (strategy.layout.tp if strategy.sequence_parallel else 1)

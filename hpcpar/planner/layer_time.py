@@ -68,6 +68,10 @@ def plain_layer_time(
     weight = {"matrix products": of_weights}
     forward |= exchanged.exposed
     backward |= exchanged.exposed
+    # Beside two gathers and two sums: two gathers more.
+    again = {"tp": 0.5} if strategy.gather_again else {}
+    if "tensor parallel" in backward:
+        backward["tensor parallel"] *= 1 + again.get("tp", 0)
     fused = software.fused_attention or _softmax_is_fused(model, strategy)
     kernels = software.kernels + expert_launches + (0 if fused else software.softmax_kernels)
     launched = software.launches_s(device, kernels)
@@ -78,8 +82,8 @@ def plain_layer_time(
     backward["launches"] = max(0.0, launched - hides * (sum(backward.values()) + of_weights))
     return LayerTime(
         {"forward": forward, "backward": backward, "weight": weight},
-        {axis: 2 * nbytes for axis, nbytes in exchanged.nbytes.items()},
-        {axis: 2 * seconds for axis, seconds in exchanged.seconds.items()},
+        {axis: (2 + again.get(axis, 0)) * nbytes for axis, nbytes in exchanged.nbytes.items()},
+        {axis: (2 + again.get(axis, 0)) * seconds for axis, seconds in exchanged.seconds.items()},
     )
 
 

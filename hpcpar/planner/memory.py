@@ -56,7 +56,7 @@ class StateWidths:
 
         moments        per parameter: 2 for Adam, 1 for SGD with momentum
         moment_dtype   None = as the master weights
-        sum_dtype      in which gradients are reduced and kept; None = as the parameters
+        sum_dtype      in which gradients are kept; None = as the parameters
         """
         width = ITEMSIZE[precision]
         master = max(width, ITEMSIZE["float32"])

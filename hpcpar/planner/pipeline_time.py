@@ -37,6 +37,14 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     return make(name, ranks, microbatches, stages_per_rank=stages_per_rank)
 
 
+def small_schedule(strategy: Strategy) -> Schedule | None:
+    """Return the schedule, action by action; None where it is long, or depends on times."""
+    m = strategy.microbatches
+    if m * strategy.stages > SIMULATED or strategy.schedule == "automatic":
+        return None
+    return _schedule(strategy.schedule, strategy.layout.pp, m, strategy.chunks_per_rank)
+
+
 def span_s(
     strategy: Strategy,
     forward: Sequence[float],
@@ -52,8 +60,8 @@ def span_s(
     p, m = strategy.layout.pp, strategy.microbatches
     if p == 1:
         return m * (forward[0] + backward[0] + weight[0])
-    if m * strategy.stages <= SIMULATED and strategy.schedule != "automatic":
-        schedule = _schedule(strategy.schedule, p, m, strategy.chunks_per_rank)
+    schedule = small_schedule(strategy)
+    if schedule is not None:
         rows = simulate(schedule, Durations(forward, backward, weight, hop_s)).rows
         return max(row[-1].end_s for row in rows if row)
     return closed_span_s(strategy, forward, backward, weight, hop_s)

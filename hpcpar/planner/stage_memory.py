@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from hpcpar.pipeline_schedules.proof import chunks_by_stage
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
 from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
+from hpcpar.planner.pipeline_time import small_schedule
 from hpcpar.planner.shapes import ITEMSIZE, LlamaConfig, RecomputeMode
 from hpcpar.planner.software import Software
 from hpcpar.planner.stages import StageLayers, chunks_alive, stages_of, stages_of_ranks
@@ -52,7 +54,7 @@ def memory_of_stages(
     """
     stages = stages_of(model, strategy)
     # Most ranks hold alike: a pipeline of 64 has the first, the last and those between.
-    kinds: dict[tuple[StageLayers, ...], tuple[dict[str, int], int, int]] = {}
+    kinds: dict[tuple[StageLayers, ...], tuple[dict[str, int], list[int], int]] = {}
     of_layers = _layers_activations(model, strategy, software)
     for rank, numbers in enumerate(stages_of_ranks(strategy)):
         held = tuple(stages[number] for number in numbers)
@@ -60,16 +62,15 @@ def memory_of_stages(
             continue
         if held not in kinds:
             state = state_nbytes(own_parameters(model, strategy, held), strategy, software)
-            chunks = _activations(model, strategy, held, of_layers)
+            chunks = [_activations(model, stage, of_layers) for stage in held]
             kinds[held] = state, chunks, _working(model, strategy, software, held, of_layers)
         state, chunks, working = kinds[held]
         purposes = dict(state)
         offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
-        alive = chunks_alive(strategy, rank)
-        purposes[ACTIVATIONS] = alive * chunks // len(held)
+        purposes[ACTIVATIONS] = _peak(strategy, rank, chunks)
         purposes[WORKING] = purposes.get(WORKING, 0) + working
         if software.keeps_messages:
-            purposes[WORKING] += _kept_messages(model, strategy, held, alive)
+            purposes[WORKING] += _kept_messages(model, strategy, held, chunks_alive(strategy, rank))
         yield StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0)
 
 
@@ -99,8 +100,8 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLa
     for stage in held:
         others += model.embedding_parameters // layout.tp if stage.embeds else 0
         if stage.heads:
-            # A tied projection on another stage than the embedding is a second copy of it.
-            tied = model.tie_embeddings and not stage.embeds
+            # A tied projection on another rank than the embedding is a second copy of it.
+            tied = model.tie_embeddings and not any(each.embeds for each in held)
             head = model.vocab_size * model.hidden_size if tied else model.head_parameters
             others += head // layout.tp + model.final_norm_parameters
     return OwnParameters(matrices, own_experts(model, strategy, experts), others)
@@ -169,20 +170,28 @@ def _layers_activations(
     return found
 
 
-def _activations(
-    model: ModelShape,
-    strategy: Strategy,
-    held: Sequence[StageLayers],
-    of_layers: Mapping[int, tuple[int, int]],
-) -> int:
-    """Return the bytes of one chunk on each of these stages together."""
+def _activations(model: ModelShape, stage: StageLayers, of_layers: Mapping[int, tuple[int, int]]) -> int:
+    """Return the bytes of one chunk of a stage."""
     nbytes = 0
-    for stage in held:
-        for layer, (kept, plain) in of_layers.items():
-            count = stage.count(layer, model)
-            again = count if strategy.recompute.layers is None else min(count, strategy.recompute.layers)
-            nbytes += again * kept + (count - again) * plain
+    for layer, (kept, plain) in of_layers.items():
+        count = stage.plain_count(layer, model)
+        nbytes += (stage.count(layer, model) - count) * kept + count * plain
     return nbytes
+
+
+def _peak(strategy: Strategy, rank: int, chunks: Sequence[int]) -> int:
+    """Return the most bytes that a pipeline rank keeps at once, given those of a chunk of each of its stages.
+
+    Of a long schedule whose stages differ: the most chunks, of the mean size.
+    """
+    schedule = small_schedule(strategy) if len(set(chunks)) > 1 else None
+    if schedule is None:
+        return chunks_alive(strategy, rank) * sum(chunks) // len(chunks)
+    of_stage = dict(zip(stages_of_ranks(strategy)[rank], chunks, strict=True))
+    return max(
+        sum(of_stage[stage] * count for stage, count in alive.items())
+        for alive in chunks_by_stage(schedule, rank)
+    )
 
 
 def layer_activations(
@@ -200,17 +209,7 @@ def layer_activations(
         return int(of_halves * strategy.itemsize / 2)
     if mode == "selective" and software.selective == "product":
         return _every_second_product(model, strategy)
-    return llama_layer_nbytes(
-        _as_llama(model, layer),
-        strategy.microbatch,
-        sequence,
-        itemsize=4 if strategy.precision == "float32" else 8 if strategy.precision == "float64" else 2,
-        tp=layout.tp,
-        sequence_parallel=strategy.sequence_parallel,
-        mode=mode,
-        etp=layout.etp,
-        expert_load=software.rows_over_mean(layout),
-    )
+    return llama_layer_nbytes(_as_llama(model, layer), strategy, mode, software.rows_over_mean(layout))
 
 
 def _kept_messages(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers], alive: int) -> int:
@@ -241,6 +240,7 @@ def _as_llama(model: ModelShape, layer: int) -> LlamaConfig:
         *(model.vocab_size, model.hidden_size, 1, model.heads, model.kv_heads),
         head_size=head,
         ffn_size=model.ffn_size,
+        dropout=model.dropout,
         qk_norm=model.qk_norm,
         experts=None if experts is None else replace(experts, first_dense=0),
     )

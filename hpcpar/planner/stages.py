@@ -19,12 +19,14 @@ class StageLayers:
 
     dense, mixture   number of its layers of either kind
     embeds, heads    it has the embedding, the output projection
+    plain            number of its layers, the last ones, that recompute nothing as only earlier ones do
     """
 
     dense: int
     mixture: int
     embeds: bool
     heads: bool
+    plain: int = 0
 
     @property
     def layers(self) -> int:
@@ -33,6 +35,11 @@ class StageLayers:
     def count(self, layer: int, model: ModelShape) -> int:
         """Number of its layers of the kind of the model's layer `layer`."""
         return self.dense if model.experts_of(layer) is None else self.mixture
+
+    def plain_count(self, layer: int, model: ModelShape) -> int:
+        """Number of those of them that recompute nothing, though earlier layers do."""
+        mixtures = min(self.plain, self.mixture)
+        return self.plain - mixtures if model.experts_of(layer) is None else mixtures
 
 
 def stages_of(model: ModelShape, strategy: Strategy) -> list[StageLayers]:
@@ -52,8 +59,10 @@ def stages_of(model: ModelShape, strategy: Strategy) -> list[StageLayers]:
     found, start = [], 0
     for number, count in enumerate(counts):
         dense = min(max(first_dense - start, 0), count)
-        found.append(StageLayers(dense, count - dense, number == 0, number == stages - 1))
         start += count
+        again = start if strategy.recompute.layers is None else strategy.recompute.layers
+        plain = min(max(start - again, 0), count)
+        found.append(StageLayers(dense, count - dense, number == 0, number == stages - 1, plain))
     return found
 
 

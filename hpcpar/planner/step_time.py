@@ -11,12 +11,12 @@ after the last one    gradients' reduction as far as it did not hide behind back
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.kernel_time import GroupShape, allreduce_s, elementwise_s, half_allreduce_s, send_s
-from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, products_s
+from hpcpar.planner.layer_time import PASSES, LayerTime, layer_time, plain_layer_time, products_s
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.optimizer_time import optimizer_s
 from hpcpar.planner.pipeline_time import span_s
@@ -156,8 +156,7 @@ def _stage_time(
 ) -> LayerTime:
     """Return the time of one microbatch on one stage: its layers, and the head."""
     total: dict[str, dict[str, float]] = {which: defaultdict(float) for which in PASSES}
-    for layer, time in of_layers.items():
-        count = stage.count(layer, model)
+    for count, time in _layer_times(model, cluster, strategy, stage, of_layers, software):
         for which in PASSES:
             for part, seconds in time.passes[which].items():
                 total[which][part] += count * seconds
@@ -165,6 +164,22 @@ def _stage_time(
         for which, part, seconds in head_s(model, cluster, strategy, software):
             total[which][part] += seconds
     return LayerTime(total)
+
+
+def _layer_times(
+    model: ModelShape,
+    cluster: Cluster,
+    strategy: Strategy,
+    stage: StageLayers,
+    of_layers: Mapping[int, LayerTime],
+    software: Software,
+) -> Iterator[tuple[int, LayerTime]]:
+    """Yield how many layers of a stage take the same time, and that time."""
+    for layer, time in of_layers.items():
+        plain = stage.plain_count(layer, model)
+        yield stage.count(layer, model) - plain, time
+        if plain:
+            yield plain, plain_layer_time(model, cluster, strategy, software, layer)
 
 
 def head_s(
@@ -276,10 +291,10 @@ def _traffic(
         if size == 1:
             continue
         nbytes = seconds = 0.0
-        for layer, time in of_layers.items():
-            times = m * sum(stage.count(layer, model) for stage in held)
-            nbytes += times * time.nbytes.get(axis, 0.0)
-            seconds += times * time.seconds_of_axis.get(axis, 0.0)
+        for stage in held:
+            for count, time in _layer_times(model, cluster, strategy, stage, of_layers, software):
+                nbytes += m * count * time.nbytes.get(axis, 0.0)
+                seconds += m * count * time.seconds_of_axis.get(axis, 0.0)
         found.append(AxisTraffic(axis, GroupShape.of(cluster, size, stride).link.name, nbytes, seconds))
     if layout.pp > 1:
         group = GroupShape.of(cluster, layout.pp, layout.size // layout.pp)

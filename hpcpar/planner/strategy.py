@@ -39,7 +39,10 @@ class Strategy:
     recompute          activations that backward recomputes
     precision          type of parameters and activations; 16-bit and 8-bit types have float32 masters
     sequence_parallel  between the parallel layers each tp rank has its part of the sequence
+    gather_again       with that: parallel layers' inputs are gathered again in backward, not kept
     cp_method          exchange of the cp axis
+    cp_keep            other ranks' keys are kept for backward
+    packs              each row has documents, and places of its own
     optimizer          "adamw"; "muon" on the layers' matrices and AdamW on the rest; or "sgd", with momentum
     offload            of the optimizer state: "cpu", a directory, or None
     layers_of_stages   how many each stage of the pipeline has; None = as even as can be
@@ -61,6 +64,9 @@ class Strategy:
     offload: str | None = None
     reshard: Literal["unit", "step"] = "unit"
     layers_of_stages: tuple[int, ...] | None = None
+    gather_again: bool = False
+    cp_keep: bool = False
+    packs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch", "sequence"):

@@ -364,7 +364,7 @@ class TensorParallelCalls:
     An ar sends 2(t - 1) times its values over all ranks, rs and ag (t - 1) times: a layer 8bsh(t - 1)/t
     values on each rank either way, and 10 with `gather_again`. In addition:
 
-        full recomputation   a layer's forward once more, without the last collective of a mixture
+        full recomputation   a layer's forward once more, without dropout not the last one of a mixture
         norms of heads       with qk_norm="head": ar of both weights' gradients in each backward
         shared heads         with fewer key-value heads than ranks: ar of both weights' gradients in each
                              backward, over the ranks with the same head
@@ -472,10 +472,10 @@ class TensorParallelCalls:
     def layer_again(self, number: int) -> list[CollectiveCall]:
         """List the collectives of a recomputed layer: up to the last value that backward needs.
 
-        A mixture ends with a collective whose result backward does not need.
+        A mixture ends with a collective whose result backward does not need; but dropout comes after it.
         """
         calls, experts = self.layer_forward(number), self._config.experts_of(number)
-        if experts is not None and self._mixture:
+        if experts is not None and self._mixture and not self._config.dropout:
             calls.remove(self._mixture[-1])
         return calls
 

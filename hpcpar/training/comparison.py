@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcpar.comm import Communicator
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
 from hpcpar.planner.approaches import approaches
 from hpcpar.training.config import Config, parse
 from hpcpar.training.prediction import Prediction, own_machine, predict
@@ -96,6 +96,7 @@ def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Mea
         run.model.config,
         run.mesh.layout,
         machine=own_machine(),
+        nodes=comm.nodes,
         memory=memory,
         traffic=[line.with_sent(line.nbytes_sent - nbytes) for line, nbytes, _ in own],
         step_s=statistics.median(seconds),
@@ -134,8 +135,10 @@ def compare(
 ) -> list[Measured]:
     """Measure approaches with the batch of a configuration, and with twice the batch. Collective.
 
+    An approach that these ranks cannot take is left out; `say` gets the reason.
+
     only     names of approaches; empty: all
-    errors   ConfigError for a name that there is not
+    errors   ConfigError for a name that there is not; LayoutError where none is left
     """
     known = approaches(comm.size)
     unknown = set(only) - {each.name for each in known}
@@ -144,18 +147,27 @@ def compare(
         raise ConfigError(
             f"there is no approach {sorted(unknown)[0]!r} on {comm.size} ranks; there are {names}"
         )
-    found = []
+    found: list[Measured] = []
     for each in known:
         if only and each.name not in only:
             continue
         say(f"{each.name} …")
         of_batch = []
-        for times in (1, 2):
-            with configured(text, source, (*overrides, *each.options), comm, times=times) as config:
-                of_batch.append(measure(each.name, config, comm, steps=steps))
+        try:
+            for times in (1, 2):
+                with configured(text, source, (*overrides, *each.options), comm, times=times) as config:
+                    of_batch.append(measure(each.name, config, comm, steps=steps))
+        except (LayoutError, PeerFailedError) as error:
+            refusal = error.__cause__ or error
+            if not isinstance(refusal, LayoutError):  # which all ranks have alike
+                raise
+            say(f"  cannot be: {refusal}")
+            continue
         one, two = of_batch
         ratios = two.nbytes_sent / one.nbytes_sent if one.nbytes_sent else 1.0, two.step_s / one.step_s
         found.append(Measured(**{**vars(one), "twice": ratios}))
+    if not found:
+        raise refusal
     return found
 
 

@@ -49,12 +49,16 @@ def memory_need(
 
 
 def state_widths(config: Config, moments: int) -> StateWidths:
-    """Return the bytes of model state per parameter, with so many moments of the optimizer."""
+    """Return the bytes of model state per parameter, with so many moments of the optimizer.
+
+    Below stage 2 gradients stay in their own type, and only what travels is of the type of their sums.
+    """
+    keeps_sums = config.optimizer.zero_stage >= 2
     return StateWidths.of(
         config.train.precision,
         moments=moments,
         moment_dtype=config.optimizer.moments,
-        sum_dtype=config.optimizer.reduction,
+        sum_dtype=config.optimizer.reduction if keeps_sums else None,
     )
 
 

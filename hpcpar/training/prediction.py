@@ -25,7 +25,7 @@ from rich.table import Table
 from hpcpar.data_parallel import MemoryReport
 from hpcpar.errors import ConfigError, HpcparError
 from hpcpar.launch.settings import machine_file
-from hpcpar.mesh import AXES, Layout
+from hpcpar.mesh import AXES, Layout, placement
 from hpcpar.models import LlamaConfig
 from hpcpar.pipeline_parallel.balance import StageSplit
 from hpcpar.planner.activations import llama_ends_nbytes
@@ -33,7 +33,6 @@ from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
 from hpcpar.planner.memory import STATE
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.shapes import ITEMSIZE
 from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING
 from hpcpar.planner.stages import chunks_alive, stages_of_ranks
@@ -139,7 +138,10 @@ def strategy_of(config: Config) -> Strategy:
         recompute=config.recompute,
         precision=train.precision,
         sequence_parallel=config.tensor_parallel.sequence_parallel,
+        gather_again=config.tensor_parallel.gather_again,
         cp_method=config.context_parallel.method,
+        cp_keep=config.context_parallel.keep,
+        packs=config.data.pack_documents,
         optimizer=config.optimizer.name,
         offload=config.optimizer.offload,
         reshard=config.optimizer.reshard,
@@ -203,6 +205,7 @@ def predict(
     layout: Layout,
     *,
     machine: Path | None,
+    nodes: Sequence[int],
     memory: MemoryReport,
     traffic: Sequence[TrafficLine],
     step_s: float | None,
@@ -214,6 +217,7 @@ def predict(
     expert_load   that was measured; None: even
     split     of the run's pipeline
     machine   the file of this machine's description
+    nodes     node of every rank of the job, in whose order `memory` is
     step_s    median seconds of a step; None: no step was done
     """
     config = config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
@@ -235,11 +239,12 @@ def predict(
         except HpcparError as other:
             missing = [f"not predicted: {other}"]
     worst = memory.worst
-    stage = None if found is None else found.stages[layout.coordinates(worst.rank).pp]
+    pp = layout.coordinates(placement(nodes, layout).index(worst.rank)).pp
+    stage = None if found is None else found.stages[pp]
     # What is offloaded is not among what a stage holds.
     purposes = {} if stage is None else stage.purposes
     lines = [PredictedLine(what, "bytes", purposes.get(what), worst.state[what].nbytes) for what in STATE]
-    kept = None if found is None else _activations(found, sizes, layout.coordinates(worst.rank).pp)
+    kept = None if found is None else _activations(found, sizes, pp)
     lines.append(PredictedLine(ACTIVATIONS, "bytes", kept, worst.peak_activations_nbytes))
     lines.append(PredictedLine(WORKING, "bytes", purposes.get(WORKING), None))
     lines.append(_bytes_sent(traffic))
@@ -251,28 +256,17 @@ def predict(
 
 def _activations(found: Estimate, sizes: LlamaConfig, rank: int) -> int:
     """Return the bytes saved for backward on pipeline rank `rank`: of layers, rotary tables, both ends."""
-    strategy, layout = found.strategy, found.strategy.layout
-    sequence, itemsize = strategy.sequence // layout.cp, ITEMSIZE[strategy.precision]
-
-    def end(*, embeds: bool, heads: bool) -> int:
-        return llama_ends_nbytes(
-            sizes,
-            strategy.microbatch,
-            sequence,
-            itemsize=itemsize,
-            tp=layout.tp,
-            sequence_parallel=strategy.sequence_parallel,
-            embeds=embeds,
-            heads=heads,
-        )
-
+    strategy = found.strategy
     held, alive = stages_of_ranks(strategy)[rank], chunks_alive(strategy, rank)
-    nbytes = found.stages[rank].purposes[ACTIVATIONS] + 2 * sequence * (sizes.head_width // 2) * itemsize
+    places = strategy.own_tokens if strategy.packs else strategy.sequence // strategy.layout.cp
+    tables = alive * 2 * places * (sizes.head_width // 2) * max(strategy.itemsize, 4)
+    nbytes = found.stages[rank].purposes[ACTIVATIONS] + tables
     if 0 in held:
-        nbytes += alive * end(embeds=True, heads=False)
+        nbytes += alive * llama_ends_nbytes(sizes, strategy, embeds=True, heads=False)
     if strategy.stages - 1 in held:
         # The last stage's backward follows its forward at once, except in GPipe.
-        nbytes += (alive if strategy.schedule == "gpipe" else 1) * end(embeds=False, heads=True)
+        ends = llama_ends_nbytes(sizes, strategy, embeds=False, heads=True)
+        nbytes += (alive if strategy.schedule == "gpipe" else 1) * ends
     return nbytes
 
 

@@ -40,7 +40,7 @@ class Outcome:
     traffic         bytes and messages of all ranks, beside the theory
     memory          bytes of all ranks at the end, beside the formula; activations as in the first step
     expert_load     rows that came to the experts of the rank that needs most memory, over those of its
-                    tokens, in the forward with most of the first step; None without experts
+                    tokens, as `Run.expert_load`; None without experts
     """
 
     first_step: int
@@ -125,6 +125,7 @@ def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
         run.model.config,
         run.mesh.layout,
         machine=own_machine(),
+        nodes=run.comm.nodes,
         memory=outcome.memory,
         traffic=outcome.traffic,
         step_s=step_s,

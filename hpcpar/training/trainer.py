@@ -12,6 +12,7 @@ can be resumed with another global batch.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -338,7 +339,8 @@ class Run:
     def expert_load(self, memory: MemoryReport) -> float | None:
         """Return the rows that came to a rank's experts over those of its tokens; None without experts.
 
-        Of the rank that needs most memory, in the forward with most of the first step. Collective.
+        Of the rank that needs most memory, in the first step: in the forward with most, or on average in a
+        pipeline, which keeps several. Collective.
         """
         if self.worker.balancing is None:
             return None
@@ -361,7 +363,9 @@ class Run:
             result = self._step(step)
         if self._activations is None:
             self._activations = activations
-            self._expert_load = self.worker.balancing.expert_load if self.worker.balancing else 0.0
+            if self.worker.balancing is not None and self.worker.balancing.expert_loads:
+                loads = self.worker.balancing.expert_loads
+                self._expert_load = max(loads) if self.mesh.pp.size == 1 else statistics.fmean(loads)
         if trace is not None:
             state = model_state(self.model, self.optimizer)
             trace.count("model state", **{what: line.nbytes for what, line in state.items()})

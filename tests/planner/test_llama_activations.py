@@ -2,78 +2,102 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from hpcpar.autograd import Recompute
 from hpcpar.comm import Communicator, run_loopback
+from hpcpar.context_parallel import ContextParallel, Mask
 from hpcpar.data_parallel import watch_activations
 from hpcpar.models import Experts, Llama, LlamaConfig, parallel_layers
 from hpcpar.planner.activations import llama_layer_nbytes
+from hpcpar.planner.layout import Layout
+from hpcpar.planner.shapes import RECOMPUTE_MODES, QueryKeyNorm
+from hpcpar.planner.strategy import CONTEXT_METHODS, Strategy
 from hpcpar.tensor_parallel import TensorParallel
 from tests.grid import pairwise
 
-BATCH, SEQUENCE = 2, 24
+BATCH, SEQUENCE = 2, 48
 
 WAYS: dict[str, dict[str, bool]] = {
     "plain": {},
     "sequence": {"sequence_parallel": True},
     "sequence, gather again": {"sequence_parallel": True, "gather_again": True},
 }
+TYPES = ("bfloat16", "float32", "float64")
 
 
-def config_of(layers: int, kv_heads: int) -> LlamaConfig:
+def config_of(layers: int, kv_heads: int = 8, **more: Any) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=16, hidden_size=40, layers=layers, heads=8, kv_heads=kv_heads, head_size=6, ffn_size=56
+        vocab_size=16,
+        hidden_size=40,
+        layers=layers,
+        heads=8,
+        kv_heads=kv_heads,
+        head_size=6,
+        ffn_size=56,
+        **more,
     )
 
 
-@pytest.mark.parametrize("norm", ["head", "all"])
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_norms_of_queries_and_keys_keep_what_the_formula_says(norm: str, mode: str) -> None:
-    of_three, of_two, of_one = (replace(config_of(n, 2), qk_norm=norm) for n in (3, 2, 1))
-    alone = Communicator.alone()
-    found = kept(alone, of_three, torch.float32, mode, {}) - kept(alone, of_two, torch.float32, mode, {})
-    assert found == llama_layer_nbytes(of_one, BATCH, SEQUENCE, itemsize=4, mode=mode)  # type: ignore[arg-type]
+def of_a_layer(config: LlamaConfig, comm: Communicator, strategy: Strategy, mode: Any) -> int:
+    """Return one layer's share: what the model of three layers keeps beyond one of two."""
+    cp = ContextParallel(comm, strategy.cp_method, keep=strategy.cp_keep) if strategy.layout.cp > 1 else None
+    tp = TensorParallel(
+        comm if cp is None else Communicator.alone(),
+        sequence_parallel=strategy.sequence_parallel,
+        gather_again=strategy.gather_again,
+    )
+    found = []
+    for layers in (3, 2):
+        sizes = replace(config, layers=layers)
+        model = Llama(sizes, parallel_layers(sizes, tp, context=cp), recompute=Recompute(mode))
+        model.to(getattr(torch, strategy.precision))
+        tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 16
+        with (
+            nullcontext() if cp is None else cp.using(Mask(SEQUENCE)),
+            watch_activations(model) as activations,
+        ):
+            logits = model(tokens)
+            found.append(activations.nbytes)
+        del logits
+    return found[0] - found[1]
 
 
-def kept(comm: Communicator, config: LlamaConfig, dtype: torch.dtype, mode: str, way: dict[str, Any]) -> int:
-    layers = parallel_layers(config, TensorParallel(comm, **way))
-    model = Llama(config, layers, recompute=Recompute(mode)).to(dtype)  # type: ignore[arg-type]
-    tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 16
-    with watch_activations(model) as activations:
-        logits = model(tokens)
-        found = activations.nbytes
-    del logits
-    return found
+def strategy_of(layout: Layout, dtype: str, **more: Any) -> Strategy:
+    return Strategy(layout, BATCH, BATCH, SEQUENCE, precision=dtype, **more)
 
 
-CASES = pairwise([1, 2, 4], [8, 2], WAYS, ["none", "selective", "full"], [torch.float32, torch.float64])
-
-
-@pytest.mark.parametrize(("size", "kv_heads", "way", "mode", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "way", "mode", "dtype", "norm"),
+    pairwise([1, 2, 4], [8, 2], WAYS, RECOMPUTE_MODES, TYPES, get_args(QueryKeyNorm)),
+)
 def test_a_layer_keeps_what_the_formula_says(
-    size: int, kv_heads: int, way: str, mode: str, dtype: torch.dtype
+    size: int, kv_heads: int, way: str, mode: Any, dtype: str, norm: Any
 ) -> None:
-    """One layer's share: what a model of three layers keeps beyond one of two."""
+    config = config_of(3, kv_heads, qk_norm="head" if norm == "all" and size > 1 else norm)
+    strategy = strategy_of(Layout(tp=size), dtype, **WAYS[way])
+    expected = llama_layer_nbytes(config, strategy, mode)
+    assert run_loopback(size, lambda comm: of_a_layer(config, comm, strategy, mode)) == [expected] * size
 
-    def more(comm: Communicator) -> int:
-        of_three, of_two = (kept(comm, config_of(n, kv_heads), dtype, mode, WAYS[way]) for n in (3, 2))
-        return of_three - of_two
 
-    expected = llama_layer_nbytes(
-        config_of(1, kv_heads),
-        BATCH,
-        SEQUENCE,
-        itemsize=dtype.itemsize,
-        tp=size,
-        mode=mode,  # type: ignore[arg-type]
-        **WAYS[way],
-    )
-    assert run_loopback(size, more) == [expected] * size
+@pytest.mark.parametrize(
+    ("size", "method", "keep", "mode", "dtype", "dropout"),
+    pairwise([2, 4], CONTEXT_METHODS[:4], [False, True], RECOMPUTE_MODES, TYPES, [0.0, 0.1]),
+)
+def test_ranks_that_share_a_sequence_keep_what_the_formula_says(
+    size: int, method: Any, keep: bool, mode: Any, dtype: str, dropout: float
+) -> None:
+    config = config_of(3, dropout=dropout)
+    strategy = strategy_of(Layout(cp=size), dtype, cp_method=method, cp_keep=keep)
+    found = run_loopback(size, lambda comm: of_a_layer(config, comm, strategy, mode))
+    # With "exchange" later ranks need fewer of the others' keys.
+    assert max(found) == llama_layer_nbytes(config, strategy, mode)
+    assert len(set(found)) == 1 or (method == "exchange" and keep)
 
 
 MIXTURES = {
@@ -84,25 +108,12 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "way", "mode", "dtype"),
-    pairwise(MIXTURES, [1, 2, 4], WAYS, ["none", "full"], [torch.float32, torch.float64]),
+    ("kind", "size", "way", "mode", "dtype"), pairwise(MIXTURES, [1, 2, 4], WAYS, ["none", "full"], TYPES)
 )
 def test_a_layer_with_experts_keeps_what_the_formula_says(
-    kind: str, size: int, way: str, mode: str, dtype: torch.dtype
+    kind: str, size: int, way: str, mode: Any, dtype: str
 ) -> None:
-    of_three, of_two = (replace(config_of(n, 8), experts=MIXTURES[kind]) for n in (3, 2))
-
-    def more(comm: Communicator) -> int:
-        three, two = (kept(comm, config, dtype, mode, WAYS[way]) for config in (of_three, of_two))
-        return three - two
-
-    expected = llama_layer_nbytes(
-        of_three,
-        BATCH,
-        SEQUENCE,
-        itemsize=dtype.itemsize,
-        tp=size,
-        mode=mode,  # type: ignore[arg-type]
-        **WAYS[way],
-    )
-    assert run_loopback(size, more) == [expected] * size
+    config = config_of(3, experts=MIXTURES[kind])
+    strategy = strategy_of(Layout(tp=size, etp=size), dtype, **WAYS[way])
+    expected = llama_layer_nbytes(config, strategy, mode)
+    assert run_loopback(size, lambda comm: of_a_layer(config, comm, strategy, mode)) == [expected] * size

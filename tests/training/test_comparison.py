@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.planner.memory import STATE
 from hpcpar.training.comparison import MODEL, Measured, compare
 
@@ -43,6 +43,23 @@ def test_what_grows_with_the_batch_is_told_apart_from_what_does_not(found: list[
     # A step of ZeRO-2 with k microbatches sends (k + 1)Φ: twice 2 microbatches are 5 Φ in place of 3.
     expected = {"data parallel": 1, "ZeRO-2": 5 / 3, "tensor parallel": 2, "pipeline": 2}
     assert grows == pytest.approx(expected, rel=0.01)
+
+
+def test_an_approach_that_the_ranks_cannot_take_is_left_out_with_its_reason() -> None:
+    said: list[str] = []
+
+    def work(comm: Communicator) -> list[Measured]:
+        say = said.append if comm.rank == 0 else lambda text: None
+        return compare(MODEL, "test", SMALL, comm, steps=1, only=names, say=say)
+
+    names = ["tensor parallel", "pipeline", "data parallel"]
+    found = run_loopback(5, work, timeout_s=250)[0]
+    assert [each.name for each in found] == ["data parallel"]
+    assert "cannot be: heads=4 does not divide among tp=5 ranks" in "".join(said)
+    assert "cannot be: 5 stages for 4 items" in "".join(said)
+    names.pop()
+    with pytest.raises(LayoutError, match="5 stages for 4 items"):
+        run_loopback(5, work, timeout_s=250)
 
 
 def test_an_unknown_approach_is_refused_with_the_known_ones() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.data_parallel.zero3 import summon_full_parameters
+from hpcpar.data_parallel import summon_full_parameters
 from hpcpar.expert_parallel import ExpertParallel
 from hpcpar.models import LlamaStages
 from hpcpar.tensor_parallel import own_shard
