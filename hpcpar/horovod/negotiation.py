@@ -129,7 +129,7 @@ class Proposal:
 
 
 class Asked(dict[int, TensorRequest]):
-    """What each rank has asked for under one name, heard of since `since_s`."""
+    """Requests of ranks under one name, the first of which was heard of at `since_s`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,8 +134,8 @@ def llama_layer_nbytes(
         attention        queries and output; keys and values         2·T·AD/t x + 2·T·KD/t x
                          logarithms of softmax's denominators        T·A/t w
                          dropout, Ulysses: its output once more      T·AD/t x
-                         Ulysses: a head for each rank at least      2·T·D(cp - K/t) x
-                         cp_keep: other ranks' keys and values       2·T·KD/t (cp - 1) x
+                         Ulysses of u ranks: keys of a head at least 2·T·D(max(K/t, u) - K/t) x
+                         cp_keep: other ranks' keys and values       2·T·D·max(K/t, u)(cp/u - 1) x
         their norms      input, normalized input, 1/σ                T(A + K)/t (D(w + x) + w)
         feed-forward     gate, silu(gate), up, their product         4·T·F/t x
         dropout          masks before both residual sums             2·T'H
@@ -160,15 +160,15 @@ def llama_layer_nbytes(
     attention = 2 * (queries + key_values) * item
     if mode == "none":
         attention += tokens * config.heads // tp * wide
-        cp, heads = strategy.layout.cp, max(1, config.key_value_heads // tp)
-        exchanges_heads = cp > 1 and strategy.cp_method.startswith("ulysses")
+        cp, inner = strategy.layout.cp, 1
+        if strategy.cp_method.startswith("ulysses"):
+            inner = cp if strategy.cp_method == "ulysses" else strategy.cp_inner or cp
         # One head's output is in place as it is, and so is that of packed documents.
-        if exchanges_heads or (config.dropout and config.heads > tp and not strategy.packs):
+        if inner > 1 or (config.dropout and config.heads > tp and not strategy.packs):
             attention += queries * item
-        if exchanges_heads:
-            attention += 2 * tokens * max(cp - heads, 0) * config.head_width * item
-        elif strategy.cp_keep:
-            attention += 2 * key_values * (cp - 1) * item
+        whole = max(key_values, tokens * inner * config.head_width)
+        kept = whole * (cp // inner if strategy.cp_keep else 1)
+        attention += 2 * (kept - key_values) * item
     if config.qk_norm != "none":
         sums = 2 * tokens if config.qk_norm == "all" else (queries + key_values) // config.head_width
         attention += (queries + key_values) * (wide + item) + sums * wide
@@ -183,7 +183,7 @@ def llama_layer_nbytes(
 def _mixture_nbytes(hidden: int, experts: Experts, strategy: Strategy, expert_load: float) -> int:
     """Return the bytes that are kept in place of gate and up's input and of the feed-forward.
 
-    E experts of width m, k for a token, without losses, each split over etp ranks, which mix T" = T·etp/t
+    E experts of width m, k for a token, each split over etp ranks, which mix T" = T·etp/t
     tokens and route T° = min(T', T"). L = expert_load, rows that come to this rank's experts over those of
     its tokens: below 1 where tokens are dropped for want of capacity. M is the width of the shared expert;
     other letters as in `llama_layer_nbytes`.
@@ -191,6 +191,7 @@ def _mixture_nbytes(hidden: int, experts: Experts, strategy: Strategy, expert_lo
         router           input, scores, weights                      (T°(H + E) + T"k) w
                          before they are renormalised; their sums    T°(k + 1) w
                          numbers, int64; its matrix where w > x      8·T°k + EH w
+                         z-loss; balance loss of sequences           T°(E + 1) w; T°E w
         experts          rows, and what each keeps of them           T"kL(H + 4m/etp) x
                          their outputs                               T"k min(L, 1) H x
         shared expert    as a feed-forward                           4·T·M/t x
@@ -200,7 +201,10 @@ def _mixture_nbytes(hidden: int, experts: Experts, strategy: Strategy, expert_lo
     etp, k = strategy.layout.etp, experts.per_token
     tokens, own_tokens = strategy.own_tokens, _own_tokens(strategy)
     routed, own_rows = min(own_tokens, tokens * etp // tp), tokens * k * etp // tp
-    router = routed * (hidden + experts.count) + own_rows + (routed * (k + 1) if experts.renormalise else 0)
+    router = routed * (hidden + experts.count) + own_rows
+    router += routed * (k + 1) if experts.renormalise else 0
+    router += routed * (experts.count + 1) if experts.z_loss else 0
+    router += routed * experts.count if experts.balance_loss and experts.balance_over == "sequence" else 0
     numbers = 8 * routed * k + (experts.count * hidden * wide if wide > item else 0)
     rows, outputs = round(expert_load * own_rows), round(min(expert_load, 1.0) * own_rows)
     mixed = (rows + outputs) * hidden + 4 * rows * experts.ffn_size // etp
@@ -217,7 +221,7 @@ def llama_ends_nbytes(config: LlamaConfig, strategy: Strategy, *, embeds: bool, 
     embeds   tokens, int64                                        8·T
     heads    final norm: input, normalized input, 1/σ             T'(H(w + x) + w)
              projection: its input                                TH x, or T'H x gathered again
-             loss: log-probabilities in float32, targets          4·T·V/t + 8·T
+             loss: log-probabilities, targets                     T·V/t w + 8·T
 
     Letters as in `llama_layer_nbytes`.
     """
@@ -228,7 +232,7 @@ def llama_ends_nbytes(config: LlamaConfig, strategy: Strategy, *, embeds: bool, 
         own_tokens = _own_tokens(strategy)
         nbytes += own_tokens * (hidden * (wide + item) + wide)
         nbytes += (own_tokens if strategy.gather_again else tokens) * hidden * item
-        nbytes += 4 * tokens * -(-config.vocab_size // strategy.layout.tp) + 8 * tokens
+        nbytes += wide * tokens * -(-config.vocab_size // strategy.layout.tp) + 8 * tokens
     return nbytes
 
 

@@ -33,11 +33,13 @@ class StageMemory:
 
     purposes      on the device: parameters, gradients, optimizer state, activations, working memory
     host_nbytes   in its node's memory
+    chunks        activations of one chunk of each of its stages
     """
 
     rank: int
     purposes: Mapping[str, int]
-    host_nbytes: int = 0
+    host_nbytes: int
+    chunks: Sequence[int]
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +69,11 @@ def memory_of_stages(
         state, chunks, working = kinds[held]
         purposes = dict(state)
         offloaded = purposes.pop(OPTIMIZER) if strategy.offload is not None else 0
-        purposes[ACTIVATIONS] = _peak(strategy, rank, chunks)
+        purposes[ACTIVATIONS] = peak_activations(strategy, rank, chunks)
         purposes[WORKING] = purposes.get(WORKING, 0) + working
         if software.keeps_messages:
             purposes[WORKING] += _kept_messages(model, strategy, held, chunks_alive(strategy, rank))
-        yield StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0)
+        yield StageMemory(rank, purposes, offloaded if strategy.offload == "cpu" else 0, chunks)
 
 
 class OwnParameters(NamedTuple):
@@ -179,19 +181,26 @@ def _activations(model: ModelShape, stage: StageLayers, of_layers: Mapping[int, 
     return nbytes
 
 
-def _peak(strategy: Strategy, rank: int, chunks: Sequence[int]) -> int:
-    """Return the most bytes that a pipeline rank keeps at once, given those of a chunk of each of its stages.
+def peak_activations(strategy: Strategy, rank: int, chunks: Sequence[int], of_last: int = 0) -> int:
+    """Return the most bytes that a pipeline rank keeps at once.
 
-    Of a long schedule whose stages differ: the most chunks, of the mean size.
+    chunks    bytes of a chunk of each of its stages. Of a long schedule whose stages differ: the most chunks
+              that it keeps, of the mean size
+    of_last   more bytes of a chunk of the last stage, whose backward follows at once but in GPipe
     """
-    schedule = small_schedule(strategy) if len(set(chunks)) > 1 else None
+    if not of_last and len(set(chunks)) == 1:
+        return chunks_alive(strategy, rank) * chunks[0]
+    schedule = small_schedule(strategy) if strategy.layout.pp > 1 else None
     if schedule is None:
-        return chunks_alive(strategy, rank) * sum(chunks) // len(chunks)
+        return chunks_alive(strategy, rank) * sum(chunks) // len(chunks) + of_last
     of_stage = dict(zip(stages_of_ranks(strategy)[rank], chunks, strict=True))
-    return max(
-        sum(of_stage[stage] * count for stage, count in alive.items())
-        for alive in chunks_by_stage(schedule, rank)
-    )
+    last = strategy.stages - 1
+
+    def nbytes(alive: Mapping[int, int]) -> int:
+        of_ends = alive.get(last, 0) if strategy.schedule == "gpipe" else min(alive.get(last, 0), 1)
+        return sum(of_stage[stage] * count for stage, count in alive.items()) + of_ends * of_last
+
+    return max(map(nbytes, chunks_by_stage(schedule, rank)))
 
 
 def layer_activations(

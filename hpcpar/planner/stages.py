@@ -116,6 +116,6 @@ def chunks_alive(strategy: Strategy, rank: int) -> int:
         "zb-h2": 2 * p - 1,
         "zb-v": 2 * p,
         "dualpipe-v": 2 * p + 1,
-        "automatic": p,
+        "automatic": strategy.memory_limit or p,
     }[strategy.schedule]
     return min(m * v, most)

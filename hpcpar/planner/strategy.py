@@ -41,8 +41,10 @@ class Strategy:
     sequence_parallel  between the parallel layers each tp rank has its part of the sequence
     gather_again       with that: parallel layers' inputs are gathered again in backward, not kept
     cp_method          exchange of the cp axis
+    cp_inner           neighbours of cp that exchange heads in "ulysses+…"; None: all of them
     cp_keep            other ranks' keys are kept for backward
     packs              each row has documents, and places of its own
+    memory_limit       of an automatic schedule: chunks that a rank may keep; None: pp
     optimizer          "adamw"; "muon" on the layers' matrices and AdamW on the rest; or "sgd", with momentum
     offload            of the optimizer state: "cpu", a directory, or None
     layers_of_stages   how many each stage of the pipeline has; None = as even as can be
@@ -65,8 +67,10 @@ class Strategy:
     reshard: Literal["unit", "step"] = "unit"
     layers_of_stages: tuple[int, ...] | None = None
     gather_again: bool = False
+    cp_inner: int | None = None
     cp_keep: bool = False
     packs: bool = False
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatch", "sequence"):

@@ -77,7 +77,7 @@ _KNOWN = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, nam
 
 
 def width_of(tensor: Tensor) -> int:
-    """What an element of `movable(tensor)` counts: 1, or its bytes."""
+    """Return the elements of `movable(tensor)` for each of the tensor's: 1, or its bytes."""
     return 1 if tensor.dtype in _KNOWN else tensor.element_size()
 
 

@@ -21,7 +21,7 @@ from hpcpar.comm import Communicator
 from hpcpar.errors import ConfigError, LayoutError, PeerFailedError
 from hpcpar.planner.approaches import approaches
 from hpcpar.training.config import Config, parse
-from hpcpar.training.prediction import Prediction, own_machine, predict
+from hpcpar.training.prediction import Prediction, predict
 from hpcpar.training.traffic_report import TrafficLine, gather_traffic
 from hpcpar.training.trainer import Run
 
@@ -92,15 +92,10 @@ def measure(name: str, config: Config, comm: Communicator, *, steps: int) -> Mea
     sent = sum(line.nbytes_sent - nbytes for line, nbytes, _ in own)
     memory = run.memory_report()
     prediction = predict(
-        config,
-        run.model.config,
-        run.mesh.layout,
-        machine=own_machine(),
-        nodes=comm.nodes,
+        run,
         memory=memory,
         traffic=[line.with_sent(line.nbytes_sent - nbytes) for line, nbytes, _ in own],
         step_s=statistics.median(seconds),
-        split=run.split,
         expert_load=run.expert_load(memory),
     )
     return Measured(

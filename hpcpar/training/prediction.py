@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -31,17 +31,20 @@ from hpcpar.pipeline_parallel.balance import StageSplit
 from hpcpar.planner.activations import llama_ends_nbytes
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.estimate import Estimate, estimate
-from hpcpar.planner.memory import STATE
+from hpcpar.planner.memory import PARAMETERS, STATE
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.software import HPCPAR
-from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING
-from hpcpar.planner.stages import chunks_alive, stages_of_ranks
+from hpcpar.planner.stage_memory import ACTIVATIONS, WORKING, peak_activations
+from hpcpar.planner.stages import stages_of_ranks
 from hpcpar.planner.strategy import Strategy
 from hpcpar.training.batches import microbatches_of
 from hpcpar.training.config import Config, MeshSection
 from hpcpar.training.memory_check import state_widths
 from hpcpar.training.traffic_report import TrafficLine
 from hpcpar.units import format_duration, format_nbytes
+
+if TYPE_CHECKING:
+    from hpcpar.training.trainer import Run
 
 MAKE_MACHINE = (
     "hpcpar run -n RANKS -- -m hpcpar bench collectives --collective all --json lines.jsonl, "
@@ -140,7 +143,9 @@ def strategy_of(config: Config) -> Strategy:
         sequence_parallel=config.tensor_parallel.sequence_parallel,
         gather_again=config.tensor_parallel.gather_again,
         cp_method=config.context_parallel.method,
+        cp_inner=config.context_parallel.inner,
         cp_keep=config.context_parallel.keep,
+        memory_limit=config.pipeline.memory_limit,
         packs=config.data.pack_documents,
         optimizer=config.optimizer.name,
         offload=config.optimizer.offload,
@@ -200,49 +205,45 @@ def _described(path: Path | None) -> Cluster:
 
 
 def predict(
-    config: Config,
-    sizes: LlamaConfig,
-    layout: Layout,
+    run: Run,
     *,
-    machine: Path | None,
-    nodes: Sequence[int],
     memory: MemoryReport,
     traffic: Sequence[TrafficLine],
     step_s: float | None,
-    split: StageSplit | None = None,
-    expert_load: float | None = None,
+    expert_load: float | None,
 ) -> Prediction:
-    """Return the planner's figures beside the measured ones.
+    """Return the planner's figures for a run beside the measured ones.
 
-    expert_load   that was measured; None: even
-    split     of the run's pipeline
-    machine   the file of this machine's description
-    nodes     node of every rank of the job, in whose order `memory` is
-    step_s    median seconds of a step; None: no step was done
+    step_s        median seconds of a step; None: no step was done
+    expert_load   of `Run.expert_load`; None: even
     """
-    config = config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
-    if split is not None:
-        section = config.pipeline.model_copy(update={"balance": list(layers_of(split))})
+    sizes, layout = run.model.config, run.mesh.layout
+    config = run.config.model_copy(update={"mesh": MeshSection(**layout.degrees)})
+    if run.split is not None:
+        section = config.pipeline.model_copy(update={"balance": list(layers_of(run.split))})
         config = config.model_copy(update={"pipeline": section})
     shape = ModelShape.from_llama(sizes, config.model.preset)
     missing: list[str] = []
     found: Estimate | None = None
     is_timed = False
     try:
-        cluster = machine_of(machine, layout)
+        cluster = machine_of(own_machine(), layout)
         found, is_timed = estimate_of(config, shape, cluster, expert_load=expert_load), True
     except HpcparError as error:
         missing.append(f"no prediction of the step's time: {error}")
         try:
-            # Memory is the same on every machine.
-            found = estimate_of(config, shape, Cluster.named("h100-dgx"), expert_load=expert_load)
-        except HpcparError as other:
-            missing = [f"not predicted: {other}"]
+            # Memory is the same on every machine that computes in this type.
+            other = Cluster.named("two-cores" if config.train.precision == "float64" else "h100-dgx")
+            found = estimate_of(config, shape, other.with_devices(layout.size), expert_load=expert_load)
+        except HpcparError as reason:
+            missing = [f"not predicted: {reason}"]
     worst = memory.worst
-    pp = layout.coordinates(placement(nodes, layout).index(worst.rank)).pp
+    pp = layout.coordinates(placement(run.comm.nodes, layout).index(worst.rank)).pp
     stage = None if found is None else found.stages[pp]
     # What is offloaded is not among what a stage holds.
-    purposes = {} if stage is None else stage.purposes
+    purposes = {} if stage is None else dict(stage.purposes)
+    if config.optimizer.shared_parameters and config.optimizer.zero_stage == 3:
+        purposes.pop(PARAMETERS, None)  # those of a node's ranks together, and measured so
     lines = [PredictedLine(what, "bytes", purposes.get(what), worst.state[what].nbytes) for what in STATE]
     kept = None if found is None else _activations(found, sizes, pp)
     lines.append(PredictedLine(ACTIVATIONS, "bytes", kept, worst.peak_activations_nbytes))
@@ -257,17 +258,17 @@ def predict(
 def _activations(found: Estimate, sizes: LlamaConfig, rank: int) -> int:
     """Return the bytes saved for backward on pipeline rank `rank`: of layers, rotary tables, both ends."""
     strategy = found.strategy
-    held, alive = stages_of_ranks(strategy)[rank], chunks_alive(strategy, rank)
+    held = stages_of_ranks(strategy)[rank]
     places = strategy.own_tokens if strategy.packs else strategy.sequence // strategy.layout.cp
-    tables = alive * 2 * places * (sizes.head_width // 2) * max(strategy.itemsize, 4)
-    nbytes = found.stages[rank].purposes[ACTIVATIONS] + tables
-    if 0 in held:
-        nbytes += alive * llama_ends_nbytes(sizes, strategy, embeds=True, heads=False)
-    if strategy.stages - 1 in held:
-        # The last stage's backward follows its forward at once, except in GPipe.
-        ends = llama_ends_nbytes(sizes, strategy, embeds=False, heads=True)
-        nbytes += (alive if strategy.schedule == "gpipe" else 1) * ends
-    return nbytes
+    tables = 2 * places * (sizes.head_width // 2) * max(strategy.itemsize, 4)
+    chunks = [
+        nbytes + tables + llama_ends_nbytes(sizes, strategy, embeds=number == 0, heads=False)
+        for number, nbytes in zip(held, found.stages[rank].chunks, strict=True)
+    ]
+    heads = strategy.stages - 1 in held
+    return peak_activations(
+        strategy, rank, chunks, llama_ends_nbytes(sizes, strategy, embeds=False, heads=heads)
+    )
 
 
 def _bytes_sent(traffic: Iterable[TrafficLine]) -> PredictedLine:

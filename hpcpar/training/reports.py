@@ -16,7 +16,7 @@ from hpcpar.launch.rank_map import RankMap, gather_rank_map
 from hpcpar.models import generate
 from hpcpar.training.metrics import draw_losses, records_of
 from hpcpar.training.pipelined import PipelinedLogits, PipelinedModel
-from hpcpar.training.prediction import Prediction, layers_of, median_step_s, own_machine, predict
+from hpcpar.training.prediction import layers_of, median_step_s, predict
 from hpcpar.training.traffic_report import TrafficLine, as_records, table
 from hpcpar.units import format_duration
 
@@ -118,29 +118,19 @@ def sample(run: Run) -> str | None:
     return run.data.tokenizer.decode(known)
 
 
-def _prediction(run: Run, outcome: Outcome, step_s: float | None) -> Prediction:
-    """Compare the planner's figures with the run's, on rank 0."""
-    return predict(
-        run.config,
-        run.model.config,
-        run.mesh.layout,
-        machine=own_machine(),
-        nodes=run.comm.nodes,
-        memory=outcome.memory,
-        traffic=outcome.traffic,
-        step_s=step_s,
-        split=run.split,
-        expert_load=outcome.expert_load,
-    )
-
-
 def write_reports(run: Run, outcome: Outcome, sampled: str | None) -> None:
     """Write summary.json and loss.png; print traffic, memory and the sample. On rank 0."""
     if run.comm.rank != 0:
         return
     directory, vocabulary = run.directory.path, run.data.shards.vocabulary
     records = records_of(directory / "metrics.jsonl")
-    prediction = _prediction(run, outcome, median_step_s(records, outcome.first_step))
+    prediction = predict(
+        run,
+        memory=outcome.memory,
+        traffic=outcome.traffic,
+        step_s=median_step_s(records, outcome.first_step),
+        expert_load=outcome.expert_load,
+    )
     summary = {
         "layout": str(run.mesh.layout),
         **{name: value for name, value in vars(outcome).items() if name not in ("traffic", "memory")},

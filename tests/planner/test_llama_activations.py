@@ -102,7 +102,7 @@ def test_ranks_that_share_a_sequence_keep_what_the_formula_says(
 
 MIXTURES = {
     "mixtral": Experts(6, 2, 16),
-    "olmoe": Experts(6, 3, 16, renormalise=False),
+    "olmoe": Experts(6, 3, 16, renormalise=False, z_loss=0.01),
     "deepseek": Experts(6, 3, 16, score="sigmoid", scale=2.5, shared_ffn_size=24, bias_rate=0.1),
 }
 
