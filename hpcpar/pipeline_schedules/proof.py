@@ -202,10 +202,16 @@ def chunks_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def chunks_by_stage(schedule: Schedule, rank: int) -> Iterator[Mapping[int, int]]:
-    """Yield the chunks of each stage that are alive on a rank during each of its actions."""
+def chunks_by_stage(
+    schedule: Schedule, rank: int, *, saved_only: bool = False
+) -> Iterator[Mapping[int, int]]:
+    """Yield the chunks of each stage that are alive on a rank during each of its actions.
+
+    saved_only   until B, which frees what autograd saved, though W needs inputs and gradients still
+    """
     alive: Counter[int] = Counter()
     for stage, kind, microbatch in schedule.rows[rank]:
         alive[stage] += kind == "F"
         yield alive
-        alive[stage] -= kind == "W" or (kind == "B" and not schedule.is_split(stage, microbatch))
+        is_over = saved_only or not schedule.is_split(stage, microbatch)
+        alive[stage] -= kind == ("B" if is_over else "W")

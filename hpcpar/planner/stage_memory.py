@@ -181,16 +181,19 @@ def _activations(model: ModelShape, stage: StageLayers, of_layers: Mapping[int, 
     return nbytes
 
 
-def peak_activations(strategy: Strategy, rank: int, chunks: Sequence[int], of_last: int = 0) -> int:
+def peak_activations(
+    strategy: Strategy, rank: int, chunks: Sequence[int], *, of_last: int = 0, saved_only: bool = False
+) -> int:
     """Return the most bytes that a pipeline rank keeps at once.
 
-    chunks    bytes of a chunk of each of its stages. Of a long schedule whose stages differ: the most chunks
-              that it keeps, of the mean size
-    of_last   more bytes of a chunk of the last stage, whose backward follows at once but in GPipe
+    chunks       bytes of a chunk of each of its stages. Of a long schedule whose stages differ: the most
+                 chunks that it keeps, of the mean size
+    of_last      more bytes of a chunk of the last stage, whose backward follows at once but in GPipe
+    saved_only   only what autograd saved, without what a deferred W needs
     """
-    if not of_last and len(set(chunks)) == 1:
-        return chunks_alive(strategy, rank) * chunks[0]
-    schedule = small_schedule(strategy) if strategy.layout.pp > 1 else None
+    schedule = None
+    if strategy.layout.pp > 1 and (saved_only or len(set(chunks)) > 1):
+        schedule = small_schedule(strategy)
     if schedule is None:
         return chunks_alive(strategy, rank) * sum(chunks) // len(chunks) + of_last
     of_stage = dict(zip(stages_of_ranks(strategy)[rank], chunks, strict=True))
@@ -200,7 +203,7 @@ def peak_activations(strategy: Strategy, rank: int, chunks: Sequence[int], of_la
         of_ends = alive.get(last, 0) if strategy.schedule == "gpipe" else min(alive.get(last, 0), 1)
         return sum(of_stage[stage] * count for stage, count in alive.items()) + of_ends * of_last
 
-    return max(map(nbytes, chunks_by_stage(schedule, rank)))
+    return max(map(nbytes, chunks_by_stage(schedule, rank, saved_only=saved_only)))
 
 
 def layer_activations(

@@ -265,10 +265,8 @@ def _activations(found: Estimate, sizes: LlamaConfig, rank: int) -> int:
         nbytes + tables + llama_ends_nbytes(sizes, strategy, embeds=number == 0, heads=False)
         for number, nbytes in zip(held, found.stages[rank].chunks, strict=True)
     ]
-    heads = strategy.stages - 1 in held
-    return peak_activations(
-        strategy, rank, chunks, llama_ends_nbytes(sizes, strategy, embeds=False, heads=heads)
-    )
+    ends = llama_ends_nbytes(sizes, strategy, embeds=False, heads=strategy.stages - 1 in held)
+    return peak_activations(strategy, rank, chunks, of_last=ends, saved_only=True)
 
 
 def _bytes_sent(traffic: Iterable[TrafficLine]) -> PredictedLine:
