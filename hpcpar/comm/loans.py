@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -28,7 +28,7 @@ class Lent:
     """A communicator that is lent, or was: the borrower's loan may be gone."""
 
     comm: Communicator
-    loan: weakref.ref[Loan]
+    loan: weakref.ref[Loan] = field(init=False)
 
 
 def lend(owner: Communicator, lent: list[Lent], purpose: str, label: str | None) -> Loan:
@@ -50,13 +50,14 @@ def lend(owner: Communicator, lent: list[Lent], purpose: str, label: str | None)
                 each.comm.abandon()
         agreed = int(same.argmax()) if same.any() else -1
     if agreed >= 0:
-        loan = Loan(lent[agreed].comm)
-        lent[agreed].loan = weakref.ref(loan)
-        return loan
-    made = owner.split(0, owner.rank, f"{owner.name} {purpose}")
-    assert made is not None, "every rank belongs to it"
-    made.traffic.reset()
-    made.traffic = owner.traffic
-    loan = Loan(made.unchecked(label or owner.label))
-    lent.append(Lent(loan.comm, weakref.ref(loan)))
+        chosen = lent[agreed]
+    else:
+        made = owner.split(0, owner.rank, f"{owner.name} {purpose}")
+        assert made is not None, "every rank belongs to it"
+        made.traffic.reset()
+        made.traffic = owner.traffic
+        chosen = Lent(made)
+        lent.append(chosen)
+    loan = Loan(chosen.comm.unchecked(label or owner.label))
+    chosen.loan = weakref.ref(loan)
     return loan

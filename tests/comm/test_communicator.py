@@ -165,10 +165,10 @@ def test_what_a_rank_has_under_way_when_it_ends_lives_until_all_have_ended() -> 
 
 def test_what_is_lent_is_lent_again_when_its_borrower_is_gone_on_all_ranks() -> None:
     def body(comm: Communicator) -> list[bool]:
-        first = comm.lend("gradients")
-        kept = first.comm
+        first = comm.lend("gradients", "of the first borrower")
+        lent = first.comm.name
         second = comm.lend("gradients")
-        apart = second.comm is not kept and kept.name != second.comm.name
+        apart = second.comm.name != lent
         if comm.rank == 1:
             held = first
         del first
@@ -179,8 +179,8 @@ def test_what_is_lent_is_lent_again_when_its_borrower_is_gone_on_all_ranks() -> 
         fourth.comm.allreduce(np.ones(4))
         return [
             apart,
-            third.comm is not kept,
-            fourth.comm is kept,
+            third.comm.name != lent,
+            fourth.comm.name == lent,
             comm.traffic.nbytes_sent("allreduce") > counted,
             held is None,
         ]
@@ -197,7 +197,7 @@ def test_what_a_borrower_left_in_the_middle_of_a_call_is_not_lent_again(depth: i
         if comm.rank == 0:
             called.start_allreduce(np.ones(4))
         del loan
-        is_another = comm.lend("gradients").comm is not left
+        is_another = comm.lend("gradients").comm.name != left.name
         return is_another, len(comm._runtime.progress.under_way)
 
     assert run_loopback(2, body) == [(True, 0)] * 2
