@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpcpar.data_parallel.matrix_owners import balanced_owners
 from hpcpar.errors import OperationError
 from hpcpar.partition import offsets
+from hpcpar.planner.matrix_owners import balanced_owners
 from hpcpar.units import MiB
 
 BUCKET_BYTES = 25 * MiB

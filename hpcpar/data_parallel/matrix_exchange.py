@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcpar.data_parallel.matrix_owners import balanced_owners, matrix_cost, rounds_of
 from hpcpar.data_parallel.parameters import Layout, in_memory_order
+from hpcpar.planner.matrix_owners import balanced_owners, matrix_cost, rounds_of
 from hpcpar.planner.muon import matrix_exchange_nbytes
 
 if TYPE_CHECKING:

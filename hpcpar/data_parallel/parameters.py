@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from hpcpar.autograd.grad_accumulation_fusion import GradBufferOffer
 from hpcpar.autograd.split_norms import split_over_of
 from hpcpar.data_parallel.buckets import Extent
-from hpcpar.data_parallel.matrix_owners import matrix_cost
 from hpcpar.errors import MismatchError, OperationError
 from hpcpar.parameter_info import info_of
+from hpcpar.planner.matrix_owners import matrix_cost
 from hpcpar.uncompiled import uncompiled
 
 if TYPE_CHECKING:

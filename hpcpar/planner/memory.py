@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from hpcpar.planner.shapes import ITEMSIZE
 
@@ -30,7 +31,7 @@ BUILDING = "building the model"
 """Parameters in the type in which they are initialized, before they are rounded and sharded."""
 
 
-def shards(part: str, stage: int, ranks: int) -> int:
+def shards(part: str, stage: int, ranks: int | Fraction) -> int | Fraction:
     """Return the number of shards into which a part of the model state is divided."""
     return ranks if stage >= SHARDED_FROM[part] else 1
 
@@ -70,11 +71,12 @@ class StateWidths:
 
 
 def model_state_nbytes(
-    parameters: int, widths: StateWidths, *, stage: int, ranks: int, node_sharers: int = 1
+    parameters: int, widths: StateWidths, *, stage: int, ranks: int | Fraction, node_sharers: int = 1
 ) -> dict[str, int]:
     """Return the bytes of each part of the model state on one of `ranks` data-parallel ranks.
 
     parameters     Φ of this rank, which with tensor or pipeline parallelism is its part of the model
+    ranks          a fraction where shards differ: Φ over the largest of them
     node_sharers   ranks of a node that hold the parameters in common; 1 = each has its own
     """
     state = {

@@ -35,6 +35,7 @@ class MatrixProduct:
 
     rows     rows of the product for each token: 1, or the experts of a token
     copies   matrices of this shape in the layer, over which the rows spread evenly: 1, or the experts
+    fused    outputs of each of the parameters that it multiplies by at once; (): it is one parameter
     """
 
     name: str
@@ -43,6 +44,12 @@ class MatrixProduct:
     split: Split
     rows: int = 1
     copies: int = 1
+    fused: tuple[int, ...] = ()
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Shapes of the parameters, one copy after the other."""
+        return [(outputs, self.inputs) for outputs in self.fused or (self.outputs,)] * self.copies
 
     @property
     def weights(self) -> int:
@@ -214,9 +221,9 @@ class ModelShape:
         """Matrix products of a layer's attention, without scores and values."""
         hidden, heads = self.hidden_size, self.heads
         if self.latent is None:
-            width = (heads + 2 * self.kv_heads) * self.head_size
+            fused = tuple(count * self.head_size for count in (heads, self.kv_heads, self.kv_heads))
             return (
-                MatrixProduct("queries, keys, values", hidden, width, "column"),
+                MatrixProduct("queries, keys, values", hidden, sum(fused), "column", fused=fused),
                 MatrixProduct("output", heads * self.head_size, hidden, "row"),
             )
         latent = self.latent
@@ -241,23 +248,24 @@ class ModelShape:
         """Matrix products of layer `layer`'s feed-forward, or of its router and experts."""
         experts, hidden = self.experts_of(layer), self.hidden_size
         times = 2 if self.gated else 1
+
+        def up(name: str, width: int, rows: int = 1, copies: int = 1) -> MatrixProduct:
+            return MatrixProduct(name, hidden, times * width, "column", rows, copies, (width,) * times)
+
         if experts is None:
-            return (
-                MatrixProduct("up", hidden, times * self.ffn_size, "column"),
-                MatrixProduct("down", self.ffn_size, hidden, "row"),
-            )
+            return up("up", self.ffn_size), MatrixProduct("down", self.ffn_size, hidden, "row")
         count, k, width = experts.count, experts.per_token, experts.ffn_size
         shared = experts.shared_ffn_size
         products = (
             MatrixProduct("router", hidden, count, "whole"),
-            MatrixProduct("experts up", hidden, times * width, "column", k, count),
+            up("experts up", width, k, count),
             MatrixProduct("experts down", width, hidden, "row", k, count),
         )
         if not shared:
             return products
         return (
             *products,
-            MatrixProduct("shared up", hidden, times * shared, "column"),
+            up("shared up", shared),
             MatrixProduct("shared down", shared, hidden, "row"),
         )
 

@@ -1,7 +1,8 @@
 """Seconds of the optimizer's step on one rank, and the bytes of Muon's matrices that it sends.
 
 elementwise   reads and writes the state once, in device memory, or where it is offloaded
-muon          5 iterations of (4m²n + 2m³) FLOPs on each matrix of the layers, by its one owner; in stage 3,
+muon          5 iterations of (4m²n + 2m³) FLOPs on each matrix of the layers, by its one owner, of whom the
+              one with most counts; in stage 3,
               and where tp splits the matrix, the update goes to the owner and back (`planner.muon`)
 """
 
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 
 from hpcpar.planner.cluster import Cluster
 from hpcpar.planner.kernel_time import GroupShape, elementwise_s, half_allreduce_s
+from hpcpar.planner.matrix_owners import most_owned
 from hpcpar.planner.model_shapes import ModelShape
-from hpcpar.planner.muon import UPDATE_ITEMSIZE, orthogonalization_flops
+from hpcpar.planner.muon import NEWTON_SCHULZ_STEPS, UPDATE_ITEMSIZE
 from hpcpar.planner.software import Software
-from hpcpar.planner.stage_memory import OwnParameters, own_parameters, state_widths
+from hpcpar.planner.stage_memory import OwnParameters, matrices_of, own_parameters, state_widths
 from hpcpar.planner.stages import StageLayers
 from hpcpar.planner.strategy import Strategy
 
@@ -36,12 +38,13 @@ def optimizer_s(
 def _elementwise_s(own: OwnParameters, cluster: Cluster, strategy: Strategy, software: Software) -> float:
     of_matrices, of_others = state_widths(strategy.precision, software, strategy.optimizer)
     nbytes = 0.0
+    of_layers, of_experts = own.shards or (strategy.shard_ranks, strategy.expert_shards)
     for parameters, widths, shards in (
-        (own.matrices, of_matrices, strategy.shard_ranks),
+        (own.matrices, of_matrices, of_layers),
         (own.others, of_others, strategy.shard_ranks),
-        (own.experts, of_matrices, strategy.expert_shards),
+        (own.experts, of_matrices, of_experts),
     ):
-        nbytes += parameters / shards * (2 * widths.optimizer + 3 * (software.gradient_bytes or 2) + 2)
+        nbytes += parameters / float(shards) * (2 * widths.optimizer + 3 * (software.gradient_bytes or 2) + 2)
     if strategy.offload is None:
         return elementwise_s(cluster.device, nbytes)
     bandwidth = cluster.host_bandwidth if strategy.offload == "cpu" else cluster.disk_bandwidth
@@ -50,16 +53,17 @@ def _elementwise_s(own: OwnParameters, cluster: Cluster, strategy: Strategy, sof
     return nbytes / bandwidth if bandwidth else float("inf")
 
 
-def _flops(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]) -> float:
-    """Return the FLOPs of one rank; owners share the matrices evenly. Stacked matrices are taken as one."""
-    layout, flops = strategy.layout, 0.0
-    for layer, _ in model.layer_kinds:
-        count = sum(stage.count(layer, model) for stage in held)
-        for each in (*model.attention_products, *model.feed_forward_products(layer)):
-            owners = strategy.shard_ranks * (1 if each.split == "whole" else layout.tp)
-            if each.copies > 1:
-                owners = layout.ep * layout.etp * strategy.expert_shards
-            flops += count * each.copies * orthogonalization_flops(each.outputs, each.inputs) / owners
+def _flops(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]) -> int:
+    """Return the most FLOPs of one rank."""
+    dense, experts = matrices_of(model, strategy, held)
+    flops = 0
+    for matrices, ranks, parts in (
+        (dense, strategy.shard_ranks, strategy.layout.tp),
+        (experts, strategy.expert_shards, strategy.layout.etp),
+    ):
+        for is_divided in (False, True):
+            costs = [matrix.cost for matrix in matrices if matrix.is_divided == is_divided]
+            flops += NEWTON_SCHULZ_STEPS * most_owned(costs, costs, ranks * (parts if is_divided else 1))
     return flops
 
 

@@ -8,14 +8,17 @@ working memory                           a layer that is recomputed; logits and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpcpar.pipeline_schedules.proof import chunks_by_stage
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
+from hpcpar.planner.matrix_owners import matrix_cost, most_owned
 from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import small_schedule
@@ -77,11 +80,16 @@ def memory_of_stages(
 
 
 class OwnParameters(NamedTuple):
-    """Parameters of one rank before ZeRO: of its layers' matrices outside experts, of experts, all others."""
+    """Parameters of one rank before ZeRO: of its layers' matrices outside experts, of experts, all others.
+
+    shards   of matrices and of experts: these over the most that one rank owns, which owns whole ones; None:
+             they are cut evenly
+    """
 
     matrices: int
     experts: int
     others: int
+    shards: tuple[Fraction, Fraction] | None = None
 
     @property
     def dense(self) -> int:
@@ -106,7 +114,50 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLa
             tied = model.tie_embeddings and not any(each.embeds for each in held)
             head = model.vocab_size * model.hidden_size if tied else model.head_parameters
             others += head // layout.tp + model.final_norm_parameters
-    return OwnParameters(matrices, own_experts(model, strategy, experts), others)
+    found = OwnParameters(matrices, own_experts(model, strategy, experts), others)
+    if strategy.optimizer != "muon" or strategy.zero_stage not in (1, 2):
+        return found
+    dense, mixtures = matrices_of(model, strategy, held)
+    shards = _shards(dense, strategy.shard_ranks), _shards(mixtures, strategy.expert_shards)
+    return found._replace(shards=shards)
+
+
+def _shards(matrices: Sequence[OwnMatrix], owners: int) -> Fraction:
+    """Return the elements of all matrices over those of the rank that owns most."""
+    elements = [matrix.elements for matrix in matrices]
+    most = most_owned([matrix.cost for matrix in matrices], elements, owners)
+    return Fraction(sum(elements), most) if most else Fraction(owners)
+
+
+class OwnMatrix(NamedTuple):
+    """A rank's matrix, or its part of one.
+
+    cost       of the step on the whole matrix, by which owners are balanced
+    elements   that the rank has
+    """
+
+    cost: int
+    elements: int
+    is_divided: bool
+
+
+def matrices_of(
+    model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]
+) -> tuple[list[OwnMatrix], list[OwnMatrix]]:
+    """Return the matrices of a rank with these stages that Muon steps on: outside experts, and of experts."""
+    layout, dense, experts = strategy.layout, list[OwnMatrix](), list[OwnMatrix]()
+    for layer, _ in model.layer_kinds:
+        count = sum(stage.count(layer, model) for stage in held)
+        for product in (*model.attention_products, *model.feed_forward_products(layer)):
+            copies, parts = product.copies, 1 if product.split == "whole" else layout.tp
+            if copies > 1:
+                copies, parts = -(-copies // layout.ep), layout.etp
+            found = [
+                OwnMatrix(matrix_cost(shape), math.prod(shape) // parts, parts > 1)
+                for shape in replace(product, copies=copies).shapes
+            ]
+            (experts if product.copies > 1 else dense).extend(count * found)
+    return dense, experts
 
 
 def own_experts(model: ModelShape, strategy: Strategy, parameters: int) -> int:
@@ -121,14 +172,15 @@ def state_nbytes(own: OwnParameters, strategy: Strategy, software: Software) -> 
     """Return the bytes of model state by purpose, of a rank with so many parameters before ZeRO."""
     of_matrices, of_others = state_widths(strategy.precision, software, strategy.optimizer)
     stage, state = strategy.zero_stage, Counter[str]()
-    for parameters, widths in ((own.matrices, of_matrices), (own.others, of_others)):
-        state.update(model_state_nbytes(parameters, widths, stage=stage, ranks=strategy.shard_ranks))
+    of_layers, of_experts = own.shards or (strategy.shard_ranks, strategy.expert_shards)
+    state.update(model_state_nbytes(own.matrices, of_matrices, stage=stage, ranks=of_layers))
+    state.update(model_state_nbytes(own.others, of_others, stage=stage, ranks=strategy.shard_ranks))
     if stays_gathered(strategy, software):
         state[GRADIENTS] = own.dense * of_others.gradients
         state[WORKING] = own.dense * ITEMSIZE["bfloat16"]
     elif strategy.keeps_gathered:
         state[WORKING] = (own.dense + own.experts) * _gathered_width(strategy)
-    state.update(model_state_nbytes(own.experts, of_matrices, stage=stage, ranks=strategy.expert_shards))
+    state.update(model_state_nbytes(own.experts, of_matrices, stage=stage, ranks=of_experts))
     return dict(state)
 
 

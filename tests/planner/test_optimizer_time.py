@@ -32,13 +32,13 @@ def test_muon_keeps_one_moment_of_the_layers_matrices() -> None:
 
 @pytest.mark.parametrize(("stage", "degrees", "owners"), [(0, {}, 1), (1, {}, 8), (1, {"tp": 2}, 8)])
 def test_each_owner_has_its_share_of_the_iterations(stage: int, degrees: dict[str, int], owners: int) -> None:
-    shapes = ((HIDDEN, HIDDEN + KEYS), (HIDDEN, HIDDEN), (HIDDEN, 2 * FFN), (HIDDEN, FFN))
+    shapes = 2 * [(HIDDEN, HIDDEN), (HIDDEN, KEYS // 2)] + 3 * [(HIDDEN, FFN)]
     flops = LAYERS * sum(orthogonalization_flops(*shape) for shape in shapes) / owners
     device = MACHINE.device
     iterations = flops / (device.peak("bfloat16") * device.efficiency.matrix)
     muon, adamw = (planned(each, stage, **degrees).time.parts["optimizer"] for each in ("muon", "adamw"))
     # What a moment less saves, and what tp sends, is little beside it.
-    assert muon - adamw == pytest.approx(iterations, rel=0.15)
+    assert muon - adamw == pytest.approx(iterations, rel=0.1)
 
 
 def test_in_stage_3_updates_go_to_their_owners_and_back() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcpar.data_parallel.matrix_owners import (
+from hpcpar.planner.matrix_owners import (
     balanced_owners,
     matrix_cost,
     rounds_of,

@@ -10,6 +10,7 @@ rounds   9 | 5 | 4         the k-th dearest of every rank are worked on at the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 from hpcpar.planner.muon import orthogonalization_flops
 
@@ -21,12 +22,20 @@ def balanced_owners(costs: Sequence[int], size: int) -> list[int]:
     mean.
     source   Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time first)
     """
-    loads, owners = [0] * size, [0] * len(costs)
+    loads, owners = [(0, rank) for rank in range(size)], [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        owner = min(range(size), key=lambda rank: (loads[rank], rank))
+        load, owner = loads[0]
         owners[number] = owner
-        loads[owner] += costs[number]
+        heapreplace(loads, (load + costs[number], owner))
     return owners
+
+
+def most_owned(costs: Sequence[int], weights: Sequence[int], size: int) -> int:
+    """Return the most weight of one owner, of matrices that are balanced by cost."""
+    owned = [0] * size
+    for weight, owner in zip(weights, balanced_owners(costs, size), strict=True):
+        owned[owner] += weight
+    return max(owned)
 
 
 def rounds_of(costs: Sequence[int], owners: Sequence[int], size: int) -> list[list[int]]:
