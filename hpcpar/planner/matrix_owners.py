@@ -10,7 +10,9 @@ rounds   9 | 5 | 4         the k-th dearest of every rank are worked on at the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heapreplace
+from typing import NamedTuple
 
 from hpcpar.planner.muon import orthogonalization_flops
 
@@ -30,12 +32,31 @@ def balanced_owners(costs: Sequence[int], size: int) -> list[int]:
     return owners
 
 
-def most_owned(costs: Sequence[int], weights: Sequence[int], size: int) -> int:
-    """Return the most weight of one owner, of matrices that are balanced by cost."""
-    owned = [0] * size
-    for weight, owner in zip(weights, balanced_owners(costs, size), strict=True):
-        owned[owner] += weight
-    return max(owned)
+class OwnMatrix(NamedTuple):
+    """A rank's matrix, or its part of one.
+
+    cost       of the step on the whole matrix, by which owners are balanced
+    elements   that the rank has
+    """
+
+    cost: int
+    elements: int
+    is_divided: bool
+
+
+Matrices = tuple[tuple[OwnMatrix, int], ...]
+"""How many there are of each."""
+
+
+@lru_cache(maxsize=4096)
+def most_owned(matrices: Matrices, size: int) -> tuple[int, int]:
+    """Return the highest cost and the most elements of one of `size` owners."""
+    each = [matrix for matrix, count in matrices for _ in range(count)]
+    costs, elements = [0] * size, [0] * size
+    for matrix, owner in zip(each, balanced_owners([one.cost for one in each], size), strict=True):
+        costs[owner] += matrix.cost
+        elements[owner] += matrix.elements
+    return max(costs), max(elements)
 
 
 def rounds_of(costs: Sequence[int], owners: Sequence[int], size: int) -> list[list[int]]:

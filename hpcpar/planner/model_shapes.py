@@ -48,8 +48,8 @@ class MatrixProduct:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Shapes of the parameters, one copy after the other."""
-        return [(outputs, self.inputs) for outputs in self.fused or (self.outputs,)] * self.copies
+        """Shapes of the parameters of one copy."""
+        return [(outputs, self.inputs) for outputs in self.fused or (self.outputs,)]
 
     @property
     def weights(self) -> int:

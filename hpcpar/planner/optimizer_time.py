@@ -62,8 +62,9 @@ def _flops(model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]) -
         (experts, strategy.expert_shards, strategy.layout.etp),
     ):
         for is_divided in (False, True):
-            costs = [matrix.cost for matrix in matrices if matrix.is_divided == is_divided]
-            flops += NEWTON_SCHULZ_STEPS * most_owned(costs, costs, ranks * (parts if is_divided else 1))
+            family = tuple(each for each in matrices if each[0].is_divided == is_divided)
+            cost, _ = most_owned(family, ranks * (parts if is_divided else 1))
+            flops += NEWTON_SCHULZ_STEPS * cost
     return flops
 
 

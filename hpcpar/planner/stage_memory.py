@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hpcpar.pipeline_schedules.proof import chunks_by_stage
 from hpcpar.planner.activations import LayerShape, layer_nbytes, llama_layer_nbytes
-from hpcpar.planner.matrix_owners import matrix_cost, most_owned
+from hpcpar.planner.matrix_owners import Matrices, OwnMatrix, matrix_cost, most_owned
 from hpcpar.planner.memory import GRADIENTS, MOMENTS, OPTIMIZER, StateWidths, model_state_nbytes
 from hpcpar.planner.model_shapes import ModelShape
 from hpcpar.planner.pipeline_time import small_schedule
@@ -122,42 +122,26 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLa
     return found._replace(shards=shards)
 
 
-def _shards(matrices: Sequence[OwnMatrix], owners: int) -> Fraction:
+def _shards(matrices: Matrices, owners: int) -> Fraction:
     """Return the elements of all matrices over those of the rank that owns most."""
-    elements = [matrix.elements for matrix in matrices]
-    most = most_owned([matrix.cost for matrix in matrices], elements, owners)
-    return Fraction(sum(elements), most) if most else Fraction(owners)
-
-
-class OwnMatrix(NamedTuple):
-    """A rank's matrix, or its part of one.
-
-    cost       of the step on the whole matrix, by which owners are balanced
-    elements   that the rank has
-    """
-
-    cost: int
-    elements: int
-    is_divided: bool
+    _, most = most_owned(matrices, owners)
+    return Fraction(sum(matrix.elements * count for matrix, count in matrices), most or 1) or Fraction(owners)
 
 
 def matrices_of(
     model: ModelShape, strategy: Strategy, held: Sequence[StageLayers]
-) -> tuple[list[OwnMatrix], list[OwnMatrix]]:
+) -> tuple[Matrices, Matrices]:
     """Return the matrices of a rank with these stages that Muon steps on: outside experts, and of experts."""
-    layout, dense, experts = strategy.layout, list[OwnMatrix](), list[OwnMatrix]()
+    layout, dense, experts = strategy.layout, Counter[OwnMatrix](), Counter[OwnMatrix]()
     for layer, _ in model.layer_kinds:
         count = sum(stage.count(layer, model) for stage in held)
         for product in (*model.attention_products, *model.feed_forward_products(layer)):
-            copies, parts = product.copies, 1 if product.split == "whole" else layout.tp
-            if copies > 1:
-                copies, parts = -(-copies // layout.ep), layout.etp
-            found = [
-                OwnMatrix(matrix_cost(shape), math.prod(shape) // parts, parts > 1)
-                for shape in replace(product, copies=copies).shapes
-            ]
-            (experts if product.copies > 1 else dense).extend(count * found)
-    return dense, experts
+            found, copies, parts = dense, 1, 1 if product.split == "whole" else layout.tp
+            if product.copies > 1:
+                found, copies, parts = experts, -(-product.copies // layout.ep), layout.etp
+            for shape in product.shapes:
+                found[OwnMatrix(matrix_cost(shape), math.prod(shape) // parts, parts > 1)] += count * copies
+    return tuple(dense.items()), tuple(experts.items())
 
 
 def own_experts(model: ModelShape, strategy: Strategy, parameters: int) -> int:
