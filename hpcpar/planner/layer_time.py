@@ -68,10 +68,10 @@ def plain_layer_time(
     weight = {"matrix products": of_weights}
     forward |= exchanged.exposed
     backward |= exchanged.exposed
-    # Beside two gathers and two sums: two gathers more.
-    again = {"tp": 0.5} if strategy.gather_again else {}
-    if "tensor parallel" in backward:
-        backward["tensor parallel"] *= 1 + again.get("tp", 0)
+    again = _again(strategy)
+    for axis, part in (("tp", "tensor parallel"), ("cp", "context parallel")):
+        if part in backward:
+            backward[part] *= 1 + again.get(axis, 0)
     fused = software.fused_attention or _softmax_is_fused(model, strategy)
     kernels = software.kernels + expert_launches + (0 if fused else software.softmax_kernels)
     launched = software.launches_s(device, kernels)
@@ -85,6 +85,16 @@ def plain_layer_time(
         {axis: (2 + again.get(axis, 0)) * nbytes for axis, nbytes in exchanged.nbytes.items()},
         {axis: (2 + again.get(axis, 0)) * seconds for axis, seconds in exchanged.seconds.items()},
     )
+
+
+def _again(strategy: Strategy) -> dict[str, float]:
+    """Return what each axis fetches a second time in backward, over what it sends in a forward."""
+    again = {}
+    if strategy.gather_again:
+        again["tp"] = 0.5  # beside two gathers and two sums: two gathers more
+    if not strategy.cp_keep and not strategy.cp_method.startswith("ulysses"):
+        again["cp"] = 1.0  # keys and values, beside their gradients
+    return again
 
 
 def recomputing(plain: LayerTime, mode: RecomputeMode, software: Software) -> LayerTime:
@@ -215,10 +225,12 @@ def _exchanges(
             exposed["context parallel"] = seconds["cp"]
         else:
             calls += layout.cp - 1
-            backward_calls += layout.cp - 1  # keys once more, beside their gradients
+            backward_calls += 0 if strategy.cp_keep else layout.cp - 1  # keys once more, beside gradients
             keys = 2 * max(1, model.kv_heads / layout.tp) * model.head_size * strategy.own_tokens
-            nbytes["cp"] = width * keys * (layout.cp - 1)
-            seconds["cp"] = nbytes["cp"] * group.beta_s_per_byte + (layout.cp - 1) * group.link.alpha_s
+            whole = width * keys * (layout.cp - 1)
+            # Some rank needs all keys; on average a causal mask needs three quarters of those of others.
+            nbytes["cp"] = whole * (0.75 if strategy.cp_method == "exchange" else 1)
+            seconds["cp"] = whole * group.beta_s_per_byte + (layout.cp - 1) * group.link.alpha_s
             hides = strategy.cp_method != "allgather" and not cluster.device.on_host
             hidden = core_s if hides else 0.0
             exposed["context parallel"] = max(0.0, seconds["cp"] - hidden)

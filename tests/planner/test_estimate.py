@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpcpar.context_parallel.context_plan import balanced
+from hpcpar.context_parallel.context_traffic import HeadSizes, traffic
+from hpcpar.context_parallel.mask import Mask
 from hpcpar.errors import ConfigError, LayoutError
 from hpcpar.mesh import Layout
 from hpcpar.pipeline_schedules.pipeline_simulation import Durations, simulate
@@ -15,13 +18,14 @@ from hpcpar.pipeline_schedules.schedule_registry import make
 from hpcpar.planner.cluster import Cluster, machine_names
 from hpcpar.planner.estimate import Estimate, estimate
 from hpcpar.planner.experts import Experts
+from hpcpar.planner.layer_time import layer_time
 from hpcpar.planner.model_shapes import PUBLISHED, ModelShape
 from hpcpar.planner.pipeline_time import closed_span_s, span_s
 from hpcpar.planner.shapes import PRESETS, Recompute
 from hpcpar.planner.software import HPCPAR
 from hpcpar.planner.stage_memory import ACTIVATIONS, layer_activations, own_parameters
 from hpcpar.planner.stages import chunks_alive, stages_of
-from hpcpar.planner.strategy import Strategy
+from hpcpar.planner.strategy import ContextMethod, Strategy
 
 NO_CALLS = replace(HPCPAR, call_kernels=0)
 
@@ -231,6 +235,19 @@ def test_the_rank_whose_experts_have_most_rows_decides_memory_and_time() -> None
     assert uneven.parts()["expert parallel"] > even.parts()["expert parallel"]
     assert priced(4, 9.0).step_s == priced(4, 4.0).step_s  # all rows on one of four ranks
     assert priced(1, 1.5).step_s == priced(1, 1.0).step_s
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("method", ["exchange", "ring", "allgather", "ulysses"])
+def test_keys_that_travel_are_those_that_context_parallelism_sends(method: ContextMethod, keep: bool) -> None:
+    model, ranks, sequence = ModelShape.named("llama3-8b"), 4, 4096
+    plan = balanced(Mask(sequence), 1 if method == "ulysses" else ranks)
+    heads = HeadSizes(model.heads, model.kv_heads, model.head_size)
+    sent = traffic(plan, method, heads, inner=ranks // plan.size, keep=keep).of_ranks
+    cluster = Cluster.named("h100-dgx").with_nodes(1)
+    strategy = Strategy(Layout(cp=ranks), 1, sequence=sequence, cp_method=method, cp_keep=keep)
+    priced = layer_time(model, cluster, strategy, HPCPAR, 0)
+    assert priced.nbytes["cp"] == pytest.approx(sum(sent) / ranks * strategy.itemsize)
 
 
 def test_stages_that_share_a_core_compute_while_others_idle() -> None:
