@@ -118,6 +118,9 @@ def own_parameters(model: ModelShape, strategy: Strategy, held: Sequence[StageLa
     if strategy.optimizer != "muon" or strategy.zero_stage not in (1, 2):
         return found
     dense, mixtures = matrices_of(model, strategy, held)
+    if (layout.ep, layout.etp) == (1, layout.tp):  # the same ranks own both
+        both = _shards(dense + mixtures, strategy.shard_ranks)
+        return found._replace(shards=(both, both))
     shards = _shards(dense, strategy.shard_ranks), _shards(mixtures, strategy.expert_shards)
     return found._replace(shards=shards)
 

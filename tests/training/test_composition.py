@@ -295,8 +295,9 @@ def require_right(
     summary = json.loads((config.output.directory / "summary.json").read_text())
     for line in summary["prediction"]["figures"]:
         if line["what"] in (*STATE, ACTIVATIONS) and line["error"] is not None:
-            # Experts' loads are a mean.
-            assert abs(line["error"]) < (0.05 if config.mesh.ep > 1 else 0.015), line
+            # Experts' loads are a mean, and the rank that owns most of Muon's matrices need not own most experts.
+            of_experts = 0.075 if config.optimizer.name == "muon" else 0.05
+            assert abs(line["error"]) < (of_experts if config.mesh.ep > 1 else 0.015), line
     for own, others in zip(experts_of(config), whole.experts, strict=True):
         for key in ("layer", "max_over_mean", "idle", "balance_loss", "z_loss"):
             assert own[key] == pytest.approx(others[key], abs=1e-10), key
