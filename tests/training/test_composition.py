@@ -295,7 +295,7 @@ def require_right(
     summary = json.loads((config.output.directory / "summary.json").read_text())
     for line in summary["prediction"]["figures"]:
         if line["what"] in (*STATE, ACTIVATIONS) and line["error"] is not None:
-            # Experts' loads are a mean, and the rank that owns most of Muon's matrices need not own most experts.
+            # Loads of experts are a mean, and who owns most of Muon's matrices need not own most experts.
             of_experts = 0.075 if config.optimizer.name == "muon" else 0.05
             assert abs(line["error"]) < (of_experts if config.mesh.ep > 1 else 0.015), line
     for own, others in zip(experts_of(config), whole.experts, strict=True):
