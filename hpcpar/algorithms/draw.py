@@ -35,9 +35,7 @@ def draw(
     """
     if size < 1:
         raise OperationError(f"cannot draw {size} ranks; need at least one")
-    schedules = [
-        algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
-    ]
+    schedules = algorithm.schedules(size, root=root, segments=segments, nodes=nodes)
     chunks = algorithm.chunks(size, segments, nodes)
     rows = rows_of(schedules)
     table = [["", *(f"rank {rank}" for rank in range(size))]]

@@ -41,7 +41,7 @@ def prove(
     """
     prove_schedules(
         algorithm.collective,
-        [algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)],
+        algorithm.schedules(size, root=root, segments=segments, nodes=nodes),
         root=root,
         chunks=algorithm.chunks(size, segments, nodes),
         work_chunks=algorithm.work_chunks(size),
@@ -138,23 +138,20 @@ class _Promise:
     def after(self, rank: int) -> Iterator[tuple[Space, int, int, int]]:
         """The required content of `rank`: (space, place, chunk, mask of the ranks that contributed)."""
         everyone = (1 << self.size) - 1
-        everything = range(self.chunks)
+        everything, own = range(self.chunks), range(rank * self.share, (rank + 1) * self.share)
         match self.collective:
-            case "allreduce":
+            case "reduce" | "gather" if rank != self.root:
+                return
+            case "allreduce" | "reduce":
                 yield from (("data", chunk, chunk, everyone) for chunk in everything)
             case "reduce_scatter":
-                own = range(rank * self.share, (rank + 1) * self.share)
                 yield from (("data", chunk, chunk, everyone) for chunk in own)
-            case "reduce" if rank == self.root:
-                yield from (("data", chunk, chunk, everyone) for chunk in everything)
-            case "allgather":
+            case "allgather" | "gather":
                 yield from (("data", chunk, chunk, 1 << chunk // self.share) for chunk in everything)
-            case "gather" if rank == self.root:
-                yield from (("data", chunk, chunk, 1 << chunk) for chunk in everything)
             case "broadcast":
                 yield from (("data", chunk, chunk, 1 << self.root) for chunk in everything)
             case "scatter":
-                yield ("data", rank, rank, 1 << self.root)
+                yield from (("data", chunk, chunk, 1 << self.root) for chunk in own)
             case "alltoall":
                 yield from (("output", s, s * self.size + rank, 1 << s) for s in range(self.size))
 
@@ -177,19 +174,8 @@ class _ProvedRank:
         return self.at >= len(self.steps)
 
 
-class _PostedMessage(NamedTuple):
-    """One end of a message: whose, and which of its open sends and receives."""
-
-    by: _ProvedRank
-    position: int
-
-
-@dataclass
-class _Channel:
-    """From one rank to another: the ends that wait for their counterpart."""
-
-    sends: deque[_PostedMessage] = field(default_factory=deque)
-    receives: deque[_PostedMessage] = field(default_factory=deque)
+_Posted = dict[tuple[int, int], deque[tuple[_ProvedRank, int]]]
+"""From one rank to another: ends of messages that wait for their counterpart, each by rank and position."""
 
 
 class _Interpreter:
@@ -206,7 +192,8 @@ class _Interpreter:
         self.ranks = [
             _ProvedRank(rank, steps, promise.before(rank), 1 << rank) for rank, steps in enumerate(schedules)
         ]
-        self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.sends: _Posted = defaultdict(deque)
+        self.receives: _Posted = defaultdict(deque)
         self.orders: dict[tuple[int, int], int] = {}
 
     def run(self) -> None:
@@ -238,20 +225,19 @@ class _Interpreter:
         me.open = dict(enumerate((*step.sends, *step.receives)))
         complete: list[_ProvedRank] = [] if me.open else [me]
         for position, send in enumerate(step.sends):
-            channel = self.channels[me.rank, send.to]
-            channel.sends.append(_PostedMessage(me, position))
-            complete += self._match(channel)
+            self.sends[me.rank, send.to].append((me, position))
+            complete += self._match(me.rank, send.to)
         for position, receive in enumerate(step.receives, start=len(step.sends)):
-            channel = self.channels[receive.source, me.rank]
-            channel.receives.append(_PostedMessage(me, position))
-            complete += self._match(channel)
+            self.receives[receive.source, me.rank].append((me, position))
+            complete += self._match(receive.source, me.rank)
         return complete
 
-    def _match(self, channel: _Channel) -> list[_ProvedRank]:
+    def _match(self, source: int, to: int) -> list[_ProvedRank]:
         """Let a message go whose two ends are both posted; the ranks whose step is complete by it."""
-        if not (channel.sends and channel.receives):
+        posted, expected = self.sends[source, to], self.receives[source, to]
+        if not (posted and expected):
             return []
-        (sender, sends), (receiver, receives) = channel.sends.popleft(), channel.receives.popleft()
+        (sender, sends), (receiver, receives) = posted.popleft(), expected.popleft()
         send, receive = sender.open.pop(sends), receiver.open.pop(receives)
         if len(send.chunks) != len(receive.chunks):
             self._fail(
@@ -360,8 +346,9 @@ class _Interpreter:
                 self._fail(me, f"chunk {place} of {space} holds chunk {value.chunk} instead of {chunk}")
             if value.ranks != ranks:
                 missing, foreign = ranks & ~value.ranks, value.ranks & ~ranks
-                wrong = f"lacks the contribution of {_named(missing)}" if missing else ""
-                wrong = wrong or f"has the contribution of {_named(foreign)}, which does not belong there"
+                wrong = f"has the contribution of {_named(foreign)}, which does not belong there"
+                if missing:
+                    wrong = f"lacks the contribution of {_named(missing)}"
                 self._fail(me, f"chunk {place} of {space} {wrong}")
         unheard = (1 << len(self.ranks)) - 1 & ~me.heard_of
         if self.promise.collective == "barrier" and unheard:

@@ -102,6 +102,12 @@ class Algorithm:
         """Generate the steps, or take them from a cache: equal arguments give the same tuple."""
         return _cached(self, rank, size, root, segments, nodes if self.placed else None)
 
+    def schedules(
+        self, size: int, *, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+    ) -> list[tuple[Step, ...]]:
+        """The schedule of every rank."""
+        return [self.schedule(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)]
+
     def cost_on_nodes(self, nodes: int, per_node: int, segments: int = 1) -> TwoLevelCost:
         """The closed form on nodes of `per_node` consecutive ranks each, by kind of link."""
         size, nothing = nodes * per_node, Cost(0)
@@ -111,22 +117,6 @@ class Algorithm:
             return self.on_nodes(self.cost, nodes, per_node, segments)
         whole = self.cost(size, segments)
         return TwoLevelCost(whole, nothing) if nodes == 1 else TwoLevelCost(nothing, whole)
-
-    def seconds(
-        self,
-        size: int,
-        nbytes: float,
-        alpha_s: float,
-        beta_s_per_byte: float,
-        gamma_s_per_byte: float = 0.0,
-        segments: int = 1,
-    ) -> float:
-        """Seconds for a vector of `nbytes` (S in DESIGN) on a uniform network, by the closed form."""
-        if size == 1:
-            return 0.0
-        found = self.cost(size, segments)
-        per_byte = found.sent * beta_s_per_byte + found.combined * gamma_s_per_byte
-        return found.messages * alpha_s + nbytes * per_byte
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hpcpar.algorithms.cost import TwoLevelCost
 from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, require_collective
 from hpcpar.algorithms.step import Receive, Send, Step
 from hpcpar.algorithms.topology import Topology
@@ -23,6 +24,7 @@ from hpcpar.errors import ScheduleError
 from hpcpar.partition import counts
 
 SIMULATED_MESSAGES = 2000
+"""Most messages of all ranks together that are simulated."""
 MOST_SEGMENTS = 4096
 
 
@@ -43,21 +45,15 @@ def simulate(
     topology: Topology,
     root: int = 0,
     segments: int = 1,
-    *,
-    chunk_nbytes: Sequence[int] | None = None,
 ) -> SimulatedCost:
     """Run the schedules of all ranks against the clock.
 
-    nbytes         the whole vector: S in the closed forms, what one rank's buffer holds
-    chunk_nbytes   its chunks, where they are uneven; None: as equal as can be
+    nbytes   the whole vector: S in the closed forms, what one rank's buffer holds; cut as equally as can be
     """
     nodes = topology.nodes(size)
-    if chunk_nbytes is None:
-        chunks = algorithm.chunks(size, segments, nodes)
-        chunk_nbytes = counts(nbytes, chunks) if chunks else ()
-    schedules = [
-        algorithm.schedule(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
-    ]
+    chunks = algorithm.chunks(size, segments, nodes)
+    chunk_nbytes = counts(nbytes, chunks) if chunks else ()
+    schedules = algorithm.schedules(size, root=root, segments=segments, nodes=nodes)
     return _Clock(schedules, chunk_nbytes, topology).run()
 
 
@@ -69,8 +65,7 @@ def analytic(algorithm: Algorithm, size: int, nbytes: float, topology: Topology,
     the nodes and the ranks on each must be such powers, too. Elsewhere, for `direct` exchanges and for
     the double binary tree, it is an estimate.
     """
-    per_node = min(size, topology.ranks_per_node)
-    inside, between = algorithm.cost_on_nodes(-(-size // per_node), per_node, segments)
+    inside, between = _cost_on(topology, algorithm, size, segments)
     latency_s = inside.messages * topology.intra.alpha_s + between.messages * topology.inter.alpha_s
     per_byte_s = (
         inside.sent * topology.intra.beta_s_per_byte
@@ -78,6 +73,11 @@ def analytic(algorithm: Algorithm, size: int, nbytes: float, topology: Topology,
         + (inside.combined + between.combined) * topology.gamma_s_per_byte
     )
     return latency_s + nbytes * per_byte_s
+
+
+def _cost_on(topology: Topology, algorithm: Algorithm, size: int, segments: int) -> TwoLevelCost:
+    per_node = min(size, topology.ranks_per_node)
+    return algorithm.cost_on_nodes(-(-size // per_node), per_node, segments)
 
 
 @dataclass(eq=False)
@@ -211,15 +211,12 @@ def estimate(
     ranks: int,
     nbytes: int,
     topology: Topology,
-    *,
-    simulated_messages: int = SIMULATED_MESSAGES,
 ) -> AlgorithmTime:
-    """Estimate the seconds of one algorithm.
-
-    simulated_messages   run the event simulation if all ranks together send at most so many
-    """
+    """Estimate the seconds of one algorithm."""
     segments = best_segments(algorithm, ranks, nbytes, topology)
-    simulated = ranks * _messages(algorithm, ranks, topology, segments) <= simulated_messages
+    # About as many messages as a rank sends are on the critical path.
+    messages = sum(level.messages for level in _cost_on(topology, algorithm, ranks, segments))
+    simulated = ranks * messages <= SIMULATED_MESSAGES
     if simulated:
         seconds = simulate(algorithm, ranks, nbytes, topology, segments=segments).seconds
     else:
@@ -280,10 +277,3 @@ def _first_other(winner: Callable[[int], str], before: str, low: int, high: int)
         middle = (low + high) // 2
         low, high = (middle, high) if winner(middle) == before else (low, middle)
     return high
-
-
-def _messages(algorithm: Algorithm, ranks: int, topology: Topology, segments: int) -> float:
-    """Messages on the critical path, of all levels: about as many as a rank sends."""
-    per_node = min(ranks, topology.ranks_per_node)
-    inside, between = algorithm.cost_on_nodes(-(-ranks // per_node), per_node, segments)
-    return inside.messages + between.messages

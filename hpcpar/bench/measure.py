@@ -99,8 +99,7 @@ class Case:
 
 
 def itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
+    return int(getattr(torch, dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,12 @@ class Buffers:
                 f"the ranks of communicator {comm.name!r} share no memory; measure ordinary memory instead"
             )
 
+        dtype = getattr(torch, case.dtype)
+
         def empty(count: int) -> Any:
             if shared:
-                dtype = getattr(torch, case.dtype)
                 return comm.allocate_shared(count, dtype if case.kind == "torch" else case.dtype)
-            made = torch.zeros(count, dtype=getattr(torch, case.dtype), device=device)
+            made = torch.zeros(count, dtype=dtype, device=device)
             return made if case.kind == "torch" else made.numpy()
 
         return cls(empty(case.count), empty(max(1, case.share))[: case.share], empty(case.count), shared)
@@ -167,6 +167,14 @@ def partner(comm: Communicator) -> int | None:
     return {0: last, last: 0}.get(comm.rank) if last else None
 
 
+def ping_pong(
+    comm: Communicator, send: Callable[[], object], receive: Callable[[], object]
+) -> Callable[[], object]:
+    """Return a call in which rank 0 sends and then receives, and its partner the other way round."""
+    first, second = (send, receive) if comm.rank == 0 else (receive, send)
+    return lambda: (first(), second())
+
+
 def contribution(rank: int, start: int, stop: int, device: torch.device = ON_HOST) -> torch.Tensor:
     """Return elements start to stop of this rank's input: integers from 1 to 7."""
     return torch.arange(start, stop, device=device) % 3 + (rank % 5 + 1)
@@ -188,8 +196,7 @@ def expected(case: Case, rank: int, start: int, stop: int, device: torch.device 
         case "alltoall":
             return (rank * share + at % share) % 3 + (at // share % 5 + 1)
         case "send":
-            peer = case.size - 1 if rank == 0 else 0
-            return contribution(peer, start, stop, device)
+            return contribution(case.size - 1 if rank == 0 else 0, start, stop, device)
         case "send_window":
             return contribution(0, start, stop, device)
     raise OperationError(f"nothing is known of {case.collective!r}; there are {', '.join(PLACES)}")
@@ -342,8 +349,8 @@ def measure(
 
 def row(case: Case, candidate: str, place: Place, timing: Timing, wrong: int, chose: str = "") -> ResultRow:
     """Make a row of the table, with its bandwidths (GB = 1e9 bytes)."""
-    moved = case.nbytes * (WINDOW if case.collective == "send_window" else 1)
-    algbw = moved / timing.median_s / GB
+    messages = WINDOW if case.collective == "send_window" else 1
+    algbw = messages * case.nbytes / timing.median_s / GB
     known_as = "send" if case.collective in ("send", "send_window", COPY) else case.collective
     return ResultRow(
         collective=case.collective,

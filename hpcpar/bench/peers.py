@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
-from hpcpar.bench.measure import IN_EQUAL_PIECES, WINDOW, Buffers, Candidate, Case, Place, partner, tensor
+from hpcpar.bench.measure import (
+    IN_EQUAL_PIECES,
+    WINDOW,
+    Buffers,
+    Candidate,
+    Case,
+    Place,
+    partner,
+    ping_pong,
+    tensor,
+)
 from hpcpar.errors import PeerFailedError
 
 if TYPE_CHECKING:
@@ -68,17 +78,10 @@ class MpiPeer:
             Candidate("mpi", lambda: blocking(*arguments), lambda: result),
             Candidate("mpi_nonblocking", lambda: nonblocking(*arguments).Wait(), lambda: result),
         ]
-        persistent = self._persistent(method, arguments)
-        if persistent is not None:
-            found.append(_started("mpi_persistent", persistent, result))
+        with contextlib.suppress(NotImplementedError, MPI.Exception):  # new in MPI 4
+            request = getattr(self.comm, f"{method}_init")(*arguments)
+            found.append(Candidate("mpi_persistent", _once_more(request), lambda: result, request.Free))
         return found
-
-    def _persistent(self, method: str, arguments: tuple[Any, ...]) -> MPI.Prequest | None:
-        try:
-            request: MPI.Prequest = getattr(self.comm, f"{method}_init")(*arguments)
-        except (NotImplementedError, MPI.Exception):  # new in MPI 4
-            return None
-        return request
 
     def arguments(
         self, case: Case, comm: Communicator, buffers: Buffers, place: Place
@@ -117,37 +120,20 @@ class MpiPeer:
             return [Candidate(name, lambda: None, lambda: None) for name in (names[1:2] if window else names)]
         if window:
             return self._window(comm, sent, received, peer, buffers)
-        mpi, first = self.comm, comm.rank == 0
-
-        def blocking() -> None:
-            if first:
-                mpi.Send(sent, peer)
-            mpi.Recv(received, peer)
-            if not first:
-                mpi.Send(sent, peer)
-
-        def nonblocking() -> None:
-            if first:
-                mpi.Isend(sent, peer).Wait()
-            mpi.Irecv(received, peer).Wait()
-            if not first:
-                mpi.Isend(sent, peer).Wait()
-
+        mpi = self.comm
         send, receive = mpi.Send_init(sent, peer), mpi.Recv_init(received, peer)
-
-        def persistent() -> None:
-            for request in (send, receive) if first else (receive, send):
-                request.Start()
-                request.Wait()
+        blocking = partial(mpi.Send, sent, peer), partial(mpi.Recv, received, peer)
+        nonblocking = lambda: mpi.Isend(sent, peer).Wait(), lambda: mpi.Irecv(received, peer).Wait()
+        persistent = _once_more(send), _once_more(receive)
 
         def free() -> None:
             send.Free()
             receive.Free()
 
         return [
-            Candidate("mpi", blocking, lambda: buffers.other),
-            Candidate("mpi_nonblocking", nonblocking, lambda: buffers.other),
-            Candidate("mpi_persistent", persistent, lambda: buffers.other, free),
+            Candidate("mpi", ping_pong(comm, *blocking), lambda: buffers.other),
+            Candidate("mpi_nonblocking", ping_pong(comm, *nonblocking), lambda: buffers.other),
+            Candidate("mpi_persistent", ping_pong(comm, *persistent), lambda: buffers.other, free),
         ]
 
     def _window(
@@ -167,12 +153,12 @@ class MpiPeer:
         return [Candidate("mpi_nonblocking", run, lambda: None if first else buffers.other)]
 
 
-def _started(name: str, request: MPI.Prequest, result: Any) -> Candidate:
+def _once_more(request: MPI.Prequest) -> Callable[[], object]:
     def run() -> None:
         request.Start()
         request.Wait()
 
-    return Candidate(name, run, lambda: result, request.Free)
+    return run
 
 
 def prepared(array: Any, pieces: int = 1) -> list[Any]:
@@ -196,7 +182,7 @@ class GlooPeer:
     group: Any = None
     """torch's process group; None is the default group of all ranks."""
 
-    def __init__(self, comm: Communicator, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, comm: Communicator) -> None:
         import torch.distributed as dist
 
         self._dist = dist
@@ -210,7 +196,7 @@ class GlooPeer:
                 init_method=where,
                 rank=comm.rank,
                 world_size=comm.size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=60),
             )
         except (RuntimeError, ValueError, OSError) as error:
             failure = error
@@ -239,8 +225,8 @@ class GlooPeer:
             peer = partner(comm)
             if peer is None:
                 return [Candidate(self.name, lambda: None, lambda: None)]
-            ping_pong = partial(self._ping_pong, comm.rank, peer, whole, other)
-            return [Candidate(self.name, ping_pong, lambda: other)]
+            send, receive = partial(dist.send, whole, peer), partial(dist.recv, other, peer)
+            return [Candidate(self.name, ping_pong(comm, send, receive), lambda: other)]
         own = whole[case.own(comm.rank)]
         at_root = whole if comm.rank == 0 else None
         # gloo runs allreduce, reduce and broadcast in place only.
@@ -258,13 +244,6 @@ class GlooPeer:
             return []
         run, result = calls[case.collective, place]
         return [Candidate(self.name, run, lambda: result)]
-
-    def _ping_pong(self, rank: int, peer: int, sent: Any, received: Any) -> None:
-        if rank == 0:
-            self._dist.send(sent, peer)
-        self._dist.recv(received, peer)
-        if rank != 0:
-            self._dist.send(sent, peer)
 
 
 Peer = MpiPeer | GlooPeer

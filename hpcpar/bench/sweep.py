@@ -30,6 +30,7 @@ from hpcpar.bench.measure import (
     copy_candidate,
     measure,
     partner,
+    ping_pong,
     row,
     usable,
     wrong_elements,
@@ -162,13 +163,6 @@ def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
     if peer is None:
         return Candidate(CHOSEN, lambda: None, lambda: None)
 
-    def there_and_back() -> None:
-        if first:
-            comm.send(b.whole, peer)
-        comm.recv(b.other, peer)
-        if not first:
-            comm.send(b.whole, peer)
-
     def window() -> None:
         if first:
             handles = [comm.start_send(b.whole, peer) for _ in range(WINDOW)]
@@ -182,7 +176,8 @@ def _sending(case: Case, comm: Communicator, b: Buffers) -> Candidate:
             comm.send(b.whole[:1], peer)
 
     if case.collective == "send":
-        return Candidate(CHOSEN, there_and_back, lambda: b.other)
+        send, receive = partial(comm.send, b.whole, peer), partial(comm.recv, b.other, peer)
+        return Candidate(CHOSEN, ping_pong(comm, send, receive), lambda: b.other)
     return Candidate(CHOSEN, window, lambda: None if first else b.other)
 
 

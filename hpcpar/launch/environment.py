@@ -156,11 +156,11 @@ def claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> Iterat
         yield _checked(_from_launcher(launcher, environ))
 
 
-def sound_claims(environ: Mapping[str, str] = os.environ, proc: Path = PROC) -> list[RankInfo]:
+def sound_claims(environ: Mapping[str, str] = os.environ) -> list[RankInfo]:
     """Return all claims up to the first that makes no sense: but for the innermost they may be stale."""
     found = []
     with suppress(LaunchError):
-        for claim in claims(environ, proc):
+        for claim in claims(environ):
             found.append(claim)
     return found
 

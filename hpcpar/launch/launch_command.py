@@ -125,10 +125,8 @@ def prepare(
     else:
         own_words = ["-n", str(n)]
         options = within_allocation(n, path, options, environ)
-        room = shared_space.free_nbytes()
-        is_here = not options.hosts and not has_several_hosts(environ)
-        if is_here and room is not None and room < shared_space.most_nbytes(n):
-            shared_space.require(n, library_version(environ), room, environ)
+        if not options.hosts and not has_several_hosts(environ):
+            require_room(n, environ)
     if "SLURM_JOB_ID" in environ and which("srun") is None:
         variables |= without_srun(launcher_kind(path), options, environ)
     asked = HostOptions()
@@ -374,6 +372,13 @@ def within_allocation(
     if not hosts or not launcher_kind(mpiexec):
         return options
     return replace(options, hosts=hosts) if len(host_lists.place(hosts, n)) > 1 else options
+
+
+def require_room(n: int, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where n ranks would not have the shared memory on this node that their MPI takes."""
+    room = shared_space.free_nbytes()
+    if room is not None and room < shared_space.most_nbytes(n):  # else the library need not be asked
+        shared_space.require(n, library_version(environ), room, environ)
 
 
 def require_one_component(n: int, words: Sequence[str], environ: Mapping[str, str]) -> None:

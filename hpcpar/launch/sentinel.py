@@ -133,14 +133,14 @@ class Guard:
             os.register_at_fork(after_in_child=lambda: _let_go(reference()))
 
     @classmethod
-    def connect(cls, address: str | None, *, rank: int, timeout_s: float = 30.0) -> Guard:
+    def connect(cls, address: str | None, *, rank: int) -> Guard:
         """Join the sentinel at `address` as `rank` of the world; "" gives a Guard that does nothing."""
         if not address:
             return cls()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             name, token = json.loads(address)
-            connection.settimeout(timeout_s)
+            connection.settimeout(30.0)
             connection.connect(name)
             greeting = {"rank": rank, "pid": os.getpid(), "token": token}
             connection.sendall(json.dumps(greeting).encode() + b"\n")

@@ -110,8 +110,9 @@ class LossJudge:
     def aborting(self, rank: int, why: str) -> None:
         """Record the first abort, and end what is left after `abort_grace_s` if it does not end by itself."""
         if self.end_at is None:
-            host = self.sentinel.host
-            self.sentinel.leave_word("aborted", host, rank, f"rank {rank} (on {host}) ended the job: {why}")
+            self.sentinel.leave_word(
+                "aborted", rank, f"rank {rank} (on {self.sentinel.host}) ended the job: {why}"
+            )
             self.end_at = time.monotonic() + self.sentinel.abort_grace_s
 
     def lost(self, rank: int) -> None:
@@ -129,7 +130,12 @@ class LossJudge:
         if self.sentinel.nodes == 1:
             others = self.sentinel.members()
             ending = "ending the other ranks of this node" if others else "no other rank of this node is left"
-        self.sentinel.say_lost(rank, self.pids.get(rank, 0), ending)
+        line = (
+            f"rank {rank} (pid {self.pids.get(rank, 0)} on {self.sentinel.host}) was lost: killed or exited "
+            f"without finishing; {ending}{self.sentinel.moment()}"
+        )
+        self.sentinel.say(line)
+        self.sentinel.leave_word("lost", rank, line)
         self.sentinel.end()
 
     def deadlines(self) -> list[float]:
@@ -301,14 +307,6 @@ class Sentinel:
         elif unexpected:
             self.judge.lost(rank.number)
 
-    def say_lost(self, rank: int, pid: int, ending: str) -> None:
-        line = (
-            f"rank {rank} (pid {pid} on {self.host}) was lost: killed or exited without finishing; "
-            f"{ending}{self.moment()}"
-        )
-        self.say(line)
-        self.leave_word("lost", self.host, rank, line)
-
     def say(self, line: str) -> None:
         with suppress(OSError):  # nobody listens to standard error any more
             os.write(2, f"hpcpar: {line}\n".encode())
@@ -330,11 +328,11 @@ class Sentinel:
         now = time.time()
         return f" (at {time.strftime('%H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d})"
 
-    def leave_word(self, what: str, host: str, number: int, line: str) -> None:
+    def leave_word(self, what: str, rank: int, line: str) -> None:
         if not os.path.isdir(self.run_directory):
             return
         try:
-            path = os.path.join(self.run_directory, f"{what}-{host}-{number}")
+            path = os.path.join(self.run_directory, f"{what}-{self.host}-{rank}")
             with open(path, "w", encoding="utf-8") as file:  # whatever the locale: it may quote anything
                 file.write(line + "\n")
         except OSError as error:
@@ -342,15 +340,12 @@ class Sentinel:
 
     def act_on_time(self) -> None:
         now = time.monotonic()
-        if self.listener is not None and self.door_should_close(now):
+        if now >= self.join_deadline or not (self.members() or exists(self.starter)):
             self.close_door()
         self.judge.act_on_time(now)
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at, self.leave_at = float("inf"), now + self.kill_grace_s
             self.signal_all(signal.SIGKILL)
-
-    def door_should_close(self, now: float) -> bool:
-        return now >= self.join_deadline or (not self.members() and not exists(self.starter))
 
     def close_door(self) -> None:
         if self.listener is None:

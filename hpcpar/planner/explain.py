@@ -66,13 +66,11 @@ class Walk:
 def walk(request: PlanRequest, plan: SearchResult) -> Walk:
     """Follow the rules of thumb for a request, and compare with its plan."""
     steps: list[RuleStep] = []
-    found: Estimate | None = None
     for follow in (_data_parallel, _tensor_parallel, _across_nodes):
-        step = follow(request)
-        steps.append(step)
-        found = step.estimate
-        if found is not None:
+        steps.append(follow(request))
+        if steps[-1].estimate is not None:
             break
+    found = steps[-1].estimate
     steps.append(_the_rest(request, found))
     return Walk(tuple(steps), found, plan.ranked[0] if plan.ranked else None)
 

@@ -11,7 +11,7 @@ after the last one    gradients' reduction as far as it did not hide behind back
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpcpar.planner.cluster import Cluster
@@ -64,13 +64,14 @@ class PassesTime:
 
     parts      seconds by part, of the slowest pipeline rank
     held       stages of that rank
+    layers     its layers: how many take the same time, and that time
     behind_s   its seconds of backward behind which gradients travel: of weights' gradients and launches
     """
 
     parts: Mapping[str, float]
     held: list[StageLayers]
+    layers: list[tuple[int, LayerTime]]
     behind_s: float
-    of_layers: Mapping[int, LayerTime]
 
     @property
     def seconds(self) -> float:
@@ -94,7 +95,7 @@ def step_time(
     reduced = _reduction(model, cluster, strategy, software, passes.held, passes.behind_s)
     parts["data parallel"] += reduced.seconds - reduced.hidden_s
     parts["optimizer"] = optimizer_s(model, cluster, strategy, software, passes.held)
-    traffic = _traffic(model, cluster, strategy, passes.of_layers, passes.held, reduced, software)
+    traffic = _traffic(model, cluster, strategy, software, passes, reduced)
     return StepTime({part: parts[part] for part in PARTS}), traffic
 
 
@@ -113,10 +114,12 @@ def passes_time(
     if of_layers is None:
         kinds = [layer for layer, _ in model.layer_kinds]
         of_layers = {layer: layer_time(model, cluster, strategy, software, layer) for layer in kinds}
-    alike = {
-        stage: _stage_time(model, cluster, strategy, stage, of_layers, software)
+    layers = {
+        stage: list(_layer_times(model, cluster, strategy, software, stage, of_layers))
         for stage in dict.fromkeys(stages)
     }
+    head = head_s(model, cluster, strategy, software)
+    alike = {stage: _stage_time(layers[stage], head if stage.heads else []) for stage in layers}
     times = [alike[stage] for stage in stages]
     hop = _hop_s(model, cluster, strategy, software)
     blocking = hop if strategy.stages > 1 and not software.hides_messages else 0.0
@@ -143,26 +146,18 @@ def passes_time(
         parts = {part: seconds * step_s / busy_s for part, seconds in parts.items()}
     parts["bubble"] = max(0.0, step_s - busy_s)
     behind = m * sum(weight[s] + times[s].passes["backward"].get("launches", 0.0) for s in numbers)
-    return PassesTime(parts, held, behind, of_layers)
+    return PassesTime(parts, held, [each for stage in held for each in layers[stage]], behind)
 
 
-def _stage_time(
-    model: ModelShape,
-    cluster: Cluster,
-    strategy: Strategy,
-    stage: StageLayers,
-    of_layers: Mapping[int, LayerTime],
-    software: Software,
-) -> LayerTime:
+def _stage_time(layers: Iterable[tuple[int, LayerTime]], head: Iterable[tuple[str, str, float]]) -> LayerTime:
     """Return the time of one microbatch on one stage: its layers, and the head."""
     total: dict[str, dict[str, float]] = {which: defaultdict(float) for which in PASSES}
-    for count, time in _layer_times(model, cluster, strategy, stage, of_layers, software):
+    for count, time in layers:
         for which in PASSES:
             for part, seconds in time.passes[which].items():
                 total[which][part] += count * seconds
-    if stage.heads:
-        for which, part, seconds in head_s(model, cluster, strategy, software):
-            total[which][part] += seconds
+    for which, part, seconds in head:
+        total[which][part] += seconds
     return LayerTime(total)
 
 
@@ -170,9 +165,9 @@ def _layer_times(
     model: ModelShape,
     cluster: Cluster,
     strategy: Strategy,
+    software: Software,
     stage: StageLayers,
     of_layers: Mapping[int, LayerTime],
-    software: Software,
 ) -> Iterator[tuple[int, LayerTime]]:
     """Yield how many layers of a stage take the same time, and that time."""
     for layer, time in of_layers.items():
@@ -278,10 +273,9 @@ def _traffic(
     model: ModelShape,
     cluster: Cluster,
     strategy: Strategy,
-    of_layers: Mapping[int, LayerTime],
-    held: list[StageLayers],
-    reduced: AxisTraffic,
     software: Software,
+    passes: PassesTime,
+    reduced: AxisTraffic,
 ) -> tuple[AxisTraffic, ...]:
     """Return a rank's traffic on all axes of more than one rank."""
     layout, m = strategy.layout, strategy.microbatches
@@ -290,16 +284,13 @@ def _traffic(
     for axis, (size, stride) in spans.items():
         if size == 1:
             continue
-        nbytes = seconds = 0.0
-        for stage in held:
-            for count, time in _layer_times(model, cluster, strategy, stage, of_layers, software):
-                nbytes += m * count * time.nbytes.get(axis, 0.0)
-                seconds += m * count * time.seconds_of_axis.get(axis, 0.0)
+        nbytes = sum(m * count * time.nbytes.get(axis, 0.0) for count, time in passes.layers)
+        seconds = sum(m * count * time.seconds_of_axis.get(axis, 0.0) for count, time in passes.layers)
         found.append(AxisTraffic(axis, GroupShape.of(cluster, size, stride).link.name, nbytes, seconds))
     if layout.pp > 1:
         group = GroupShape.of(cluster, layout.pp, layout.size // layout.pp)
         # The first stage sends no gradient, the last one no activation.
-        messages = m * sum((not stage.embeds) + (not stage.heads) for stage in held)
+        messages = m * sum((not stage.embeds) + (not stage.heads) for stage in passes.held)
         nbytes = _message_nbytes(model, strategy, software)
         found.append(AxisTraffic("pp", group.link.name, messages * nbytes, messages * send_s(group, nbytes)))
     if reduced.nbytes:

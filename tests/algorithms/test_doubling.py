@@ -3,6 +3,7 @@ from __future__ import annotations
 from hpcpar.algorithms.doubling import allgather, doublings, fold_chunks, largest_power, reduce_scatter
 from hpcpar.algorithms.draw import draw
 from hpcpar.algorithms.registry import find
+from tests.algorithms.every import words
 
 RABENSEIFNER_OF_6 = """\
 allreduce rabenseifner: 6 ranks, a vector S of 4 chunks
@@ -36,10 +37,7 @@ def test_six_ranks_fold_into_four_members_halve_double_and_unfold() -> None:
 
 
 def test_four_ranks_double_what_they_have() -> None:
-    drawn = draw(find("allgather", "recursive_doubling"), 4)
-    assert [line.split() for line in drawn.splitlines()] == [
-        line.split() for line in ALLGATHER_OF_4.splitlines()
-    ]
+    assert words(draw(find("allgather", "recursive_doubling"), 4)) == words(ALLGATHER_OF_4)
 
 
 def test_the_first_members_stand_for_two_ranks_each() -> None:

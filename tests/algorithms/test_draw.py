@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcpar.algorithms.draw import draw
-from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.registry import Algorithm, find
 from hpcpar.errors import OperationError
-
-EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
+from tests.algorithms.every import EVERY
 
 REDUCE_TO_2 = """\
 reduce binomial: 4 ranks, a vector S of 1 chunk, root 2
@@ -46,7 +45,7 @@ def test_a_picture_shows_every_message_once_at_both_of_its_ends(size: int) -> No
 
 def check_messages(algorithm: Algorithm, size: int) -> None:
     drawn = draw(algorithm, size, root=size - 1, segments=2)
-    schedules = [algorithm.schedule(rank, size, root=size - 1, segments=2) for rank in range(size)]
+    schedules = algorithm.schedules(size, root=size - 1, segments=2)
     messages = sum(len(step.sends) for steps in schedules for step in steps)
     assert drawn.count("→") == drawn.count("←") == messages
     assert all(line == line.rstrip() for line in drawn.splitlines())
@@ -54,7 +53,7 @@ def check_messages(algorithm: Algorithm, size: int) -> None:
 
 def test_a_message_leaves_and_arrives_in_the_same_row_when_a_rank_does_one_thing_at_a_time() -> None:
     for algorithm in EVERY:
-        schedules = [algorithm.schedule(rank, 6, segments=1) for rank in range(6)]
+        schedules = algorithm.schedules(6)
         if all(len(step.sends) <= 1 and len(step.receives) <= 1 for steps in schedules for step in steps):
             check_rows(algorithm)
 

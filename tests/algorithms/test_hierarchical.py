@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from hpcpar.algorithms.draw import draw
 from hpcpar.algorithms.prove import prove
-from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.registry import Algorithm, find
 from hpcpar.algorithms.simulate import simulate
 from hpcpar.algorithms.step import Step
 from hpcpar.algorithms.topology import MessageCost, Topology
+from tests.algorithms.every import EVERY, name_of, words
 
-HIERARCHICAL = [one for by_name in ALGORITHMS.values() for one in by_name.values() if one.placed]
+HIERARCHICAL = [algorithm for algorithm in EVERY if algorithm.placed]
 
 ALLREDUCE_ON_2_NODES = """\
 allreduce hierarchical: 4 ranks, a vector S of 4 chunks
@@ -61,20 +62,11 @@ step 2     0→2         0→3      0←0         0←1
 """
 
 
-def name_of(algorithm: Algorithm) -> str:
-    return f"{algorithm.collective}-{algorithm.name}"
-
-
 def is_pipelined(algorithm: Algorithm) -> bool:
     return algorithm.name == "hierarchical_pipelined"
 
 
 PIPELINED = [algorithm for algorithm in HIERARCHICAL if is_pipelined(algorithm)]
-
-
-def words(picture: str) -> list[list[str]]:
-    """Without the spaces, which are as many as the widest cell needs."""
-    return [line.split() for line in picture.splitlines()]
 
 
 def test_two_nodes_scatter_inside_go_around_in_lanes_and_gather_inside() -> None:
@@ -117,21 +109,17 @@ FLAT = {
 @pytest.mark.parametrize("algorithm", [one for one in HIERARCHICAL if not is_pipelined(one)], ids=name_of)
 def test_where_every_rank_has_a_node_of_its_own_only_the_flat_algorithm_is_left(algorithm: Algorithm) -> None:
     flat = find(algorithm.collective, FLAT[algorithm.collective, algorithm.name])
-    for size, nodes in product((1, 2, 5, 8), ("unknown", "own")):
-        placed = None if nodes == "unknown" else tuple(range(100, 100 + size))
-        for rank in range(size):
-            found = algorithm.generate(rank, size, root=size - 1, segments=3, nodes=placed)
-            assert found == flat.generate(rank, size, root=size - 1, segments=3)
+    for size in (1, 2, 5, 8):
+        expected = flat.schedules(size, root=size - 1, segments=3)
+        for nodes in (None, tuple(range(100, 100 + size))):
+            assert algorithm.schedules(size, root=size - 1, segments=3, nodes=nodes) == expected
 
 
 @pytest.mark.parametrize("algorithm", PIPELINED, ids=name_of)
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 2, 1), (0, 1, 2), (0, 0, 0)])
 def test_one_segment_is_no_pipeline(algorithm: Algorithm, nodes: tuple[int, ...]) -> None:
     plain = find(algorithm.collective, "hierarchical")
-    for rank in range(len(nodes)):
-        assert algorithm.generate(rank, len(nodes), nodes=nodes) == plain.generate(
-            rank, len(nodes), nodes=nodes
-        )
+    assert algorithm.schedules(len(nodes), nodes=nodes) == plain.schedules(len(nodes), nodes=nodes)
 
 
 # Of three segments on two nodes of two: the first one's walk of 4 steps, and one more step for each other.
@@ -166,11 +154,8 @@ def crossing(
     algorithm: Algorithm, nodes: tuple[int, ...], root: int = 0, segments: int = 1
 ) -> dict[int, float]:
     """For each rank the vectors, of equal chunks, that it sends to other nodes."""
-    size = len(nodes)
-    schedules: list[tuple[Step, ...]] = [
-        algorithm.generate(rank, size, root=root, segments=segments, nodes=nodes) for rank in range(size)
-    ]
-    chunks = algorithm.chunks(size, segments, nodes)
+    schedules = algorithm.schedules(len(nodes), root=root, segments=segments, nodes=nodes)
+    chunks = algorithm.chunks(len(nodes), segments, nodes)
     return {
         rank: sum(len(s.chunks) for step in steps for s in step.sends if nodes[s.to] != nodes[rank]) / chunks
         for rank, steps in enumerate(schedules)
@@ -205,7 +190,7 @@ def test_a_broadcast_crosses_once_to_every_other_node_and_reaches_every_other_ra
     algorithm = find("broadcast", name)
     for nodes, root in product([(0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 0), (0, 0, 0, 0), (0, 1, 1)], (0, 2)):
         assert sum(crossing(algorithm, nodes, root).values()) == pytest.approx(len(set(nodes)) - 1)
-        schedules = [algorithm.generate(r, len(nodes), root=root, nodes=nodes) for r in range(len(nodes))]
+        schedules = algorithm.schedules(len(nodes), root=root, nodes=nodes)
         received = sum(len(r.chunks) for steps in schedules for step in steps for r in step.receives)
         assert received == (len(nodes) - 1) * algorithm.chunks(len(nodes), nodes=nodes)
 

@@ -7,18 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hpcpar.algorithms.prove import prove, prove_schedules
-from hpcpar.algorithms.registry import ALGORITHMS, Algorithm, find
+from hpcpar.algorithms.registry import Algorithm, find
 from hpcpar.algorithms.step import Copy, Receive, Send, Step
 from hpcpar.errors import OperationError, ScheduleError
+from tests.algorithms.every import EVERY, name_of
 from tests.grid import checkered
 
-EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 # Every rank speaks to every other, or n - 1 times to its neighbour: proving n ranks takes n² messages.
 QUADRATIC = {"ring", "direct", "one_shot", "pairwise", "hierarchical"}
-
-
-def name_of(algorithm: Algorithm) -> str:
-    return f"{algorithm.collective}-{algorithm.name}"
 
 
 def roots_of(algorithm: Algorithm, size: int) -> range | tuple[int, ...]:
@@ -92,39 +88,64 @@ def test_ranks_that_all_send_before_they_receive_deadlock_and_the_circle_is_name
     )
 
 
-def test_a_rank_that_waits_for_one_that_has_finished_is_named() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"rank 1 \(step 0\) waits to receive chunk 0 from rank 0, but rank 0 has fin"
-    ):
-        prove_schedules("broadcast", [[], [Step(receives=(Receive(0, (0,)),))]])
+EXCHANGE = [Step((Send(peer, (0,)),), (Receive(peer, (0,), combine=True),)) for peer in (1, 0)]
+"""Each of two ranks adds what the other has."""
+
+# collective, schedules, message
+WRONG_SCHEDULES = {
+    "a wait for one that has finished": (
+        "broadcast",
+        [[], [Step(receives=(Receive(0, (0,)),))]],
+        r"rank 1 \(step 0\) waits to receive chunk 0 from rank 0, but rank 0 has fin",
+    ),
+    "a barrier that lets a rank leave too early": (
+        "barrier",
+        [[Step((Send((rank + 1) % 3),), (Receive((rank - 1) % 3),))] for rank in range(3)],
+        "rank 0, at the end: leaves the barrier without having heard of rank 1",
+    ),
+    "a contribution that comes in twice": (
+        "allreduce",
+        [[step, step] for step in EXCHANGE],
+        r"rank 0, step 1: combines .* has the contribution of ranks 0, 1 already",
+    ),
+    "a contribution that is lost": (
+        "reduce",
+        [[], []],
+        "rank 0, at the end: chunk 0 of data lacks the contribution of rank 1",
+    ),
+    "a chunk that never came": (
+        "broadcast",
+        [[], []],
+        "rank 1, at the end: chunk 0 of data was never received",
+    ),
+    "a chunk that is sent before it holds anything": (
+        "allgather",
+        [[Step((), (Receive(1, (1,)),))], [Step((Send(0, (0,)),))]],
+        "rank 1, step 0: sends chunk 0 of data, which holds nothing yet",
+    ),
+    "two ends that disagree on the number of chunks": (
+        "broadcast",
+        [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (0, 1)),))]],
+        "rank 1, step 0: expects 2 chunks from rank 0, which sends 1 in its step 0",
+    ),
+    "a chunk that lands in the place of another": (
+        "broadcast",
+        [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (1,)),))]],
+        "rank 1, step 0: puts what is chunk 0 elsewhere into the place of chunk 1",
+    ),
+    "a write to the input of an all-to-all": (
+        "alltoall",
+        [[Step((), (Receive(1, (1,), "input"),))], [Step((Send(0, (0,), "input"),))]],
+        "rank 0, step 0: writes to the input",
+    ),
+}
 
 
-def test_a_barrier_that_lets_a_rank_leave_too_early_is_refused() -> None:
-    one_round = [[Step((Send((rank + 1) % 3),), (Receive((rank - 1) % 3),))] for rank in range(3)]
-    with pytest.raises(
-        ScheduleError, match="rank 0, at the end: leaves the barrier without having heard of rank 1"
-    ):
-        prove_schedules("barrier", one_round)
-
-
-def test_a_contribution_that_comes_in_twice_is_named() -> None:
-    exchange = [Step((Send(1 - rank, (0,)),), (Receive(1 - rank, (0,), combine=True),)) for rank in range(2)]
-    with pytest.raises(
-        ScheduleError, match=r"rank 0, step 1: combines .* has the contribution of ranks 0, 1 already"
-    ):
-        prove_schedules("allreduce", [[step, step] for step in exchange])
-
-
-def test_a_contribution_that_is_lost_is_named() -> None:
-    with pytest.raises(
-        ScheduleError, match="rank 0, at the end: chunk 0 of data lacks the contribution of rank 1"
-    ):
-        prove_schedules("reduce", [[], []], chunks=1)
-
-
-def test_a_chunk_that_never_came_is_named() -> None:
-    with pytest.raises(ScheduleError, match="rank 1, at the end: chunk 0 of data was never received"):
-        prove_schedules("broadcast", [[], []], chunks=1)
+@pytest.mark.parametrize("planted", WRONG_SCHEDULES)
+def test_a_schedule_that_is_wrong_is_refused_with_rank_and_step(planted: str) -> None:
+    collective, schedules, message = WRONG_SCHEDULES[planted]
+    with pytest.raises(ScheduleError, match=message):
+        prove_schedules(collective, schedules, chunks=2)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -153,7 +174,7 @@ def test_ranks_that_combine_in_different_orders_are_refused_because_their_bits_d
 @pytest.mark.parametrize("name", ["recursive_doubling", "leaders", "one_shot"])
 def test_an_allreduce_in_which_each_rank_puts_its_own_value_first_is_refused(name: str) -> None:
     for size in (2, 4, 5):
-        schedules = [find("allreduce", name).schedule(rank, size) for rank in range(size)]
+        schedules = find("allreduce", name).schedules(size)
         prove_schedules("allreduce", schedules)
         own_first = [[replace(step, own_turn=0) for step in steps] for steps in schedules]
         with pytest.raises(ScheduleError, match="combined in another order than on rank 0"):
@@ -200,34 +221,6 @@ def test_a_step_that_is_wrong_by_itself_is_refused(planted: str) -> None:
     step, message = WRONG_STEPS[planted]
     with pytest.raises(ScheduleError, match=f"allgather schedule on 2 ranks: rank 0, step 0: .*{message}"):
         prove_schedules("allgather", [[step], []])
-
-
-def test_a_chunk_that_is_sent_before_it_holds_anything_is_named() -> None:
-    schedules = [[Step((), (Receive(1, (1,)),))], [Step((Send(0, (0,)),))]]
-    with pytest.raises(ScheduleError, match="rank 1, step 0: sends chunk 0 of data, which holds nothing yet"):
-        prove_schedules("allgather", schedules)
-
-
-def test_two_ends_that_disagree_on_the_number_of_chunks_are_named() -> None:
-    schedules = [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (0, 1)),))]]
-    with pytest.raises(
-        ScheduleError, match="rank 1, step 0: expects 2 chunks from rank 0, which sends 1 in its step 0"
-    ):
-        prove_schedules("broadcast", schedules)
-
-
-def test_a_chunk_that_lands_in_the_place_of_another_is_named() -> None:
-    schedules = [[Step((Send(1, (0,)),))], [Step((), (Receive(0, (1,)),))]]
-    with pytest.raises(
-        ScheduleError, match="rank 1, step 0: puts what is chunk 0 elsewhere into the place of chunk 1"
-    ):
-        prove_schedules("broadcast", schedules)
-
-
-def test_the_input_of_an_alltoall_belongs_to_the_caller() -> None:
-    schedules = [[Step((), (Receive(1, (1,), "input"),))], [Step((Send(0, (0,), "input"),))]]
-    with pytest.raises(ScheduleError, match="rank 0, step 0: writes to the input"):
-        prove_schedules("alltoall", schedules)
 
 
 def test_what_cannot_be_proved_at_all_is_refused() -> None:

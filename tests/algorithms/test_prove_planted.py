@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 
 from hpcpar.algorithms.prove import prove_schedules
-from hpcpar.algorithms.registry import ALGORITHMS, Algorithm
+from hpcpar.algorithms.registry import Algorithm
 from hpcpar.algorithms.step import Receive, Send, Step
 from hpcpar.errors import ScheduleError
+from tests.algorithms.every import EVERY, name_of
 from tests.grid import checkered
 
-EVERY = [algorithm for by_name in ALGORITHMS.values() for algorithm in by_name.values()]
 SIZES = (4, 5)  # with and without a fold
 NODES = {4: (0, 0, 1, 1), 5: (0, 1, 1, 0, 1)}
 ROOT, SEGMENTS = 1, 2
@@ -25,15 +25,8 @@ Place = tuple[int, int, int]  # rank, step, which of its sends or receives
 Mutants = Iterator[tuple[str, Schedules]]
 
 
-def name_of(algorithm: Algorithm) -> str:
-    return f"{algorithm.collective}-{algorithm.name}"
-
-
 def schedules_of(algorithm: Algorithm, size: int) -> Schedules:
-    return [
-        list(algorithm.schedule(rank, size, root=ROOT, segments=SEGMENTS, nodes=NODES[size]))
-        for rank in range(size)
-    ]
+    return list(map(list, algorithm.schedules(size, root=ROOT, segments=SEGMENTS, nodes=NODES[size])))
 
 
 def with_steps(schedules: Schedules, rank: int, start: int, stop: int, *steps: Step) -> Schedules:

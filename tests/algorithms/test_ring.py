@@ -4,6 +4,7 @@ from hpcpar.algorithms import ring
 from hpcpar.algorithms.draw import draw
 from hpcpar.algorithms.registry import find
 from hpcpar.algorithms.step import Receive, Send, Step
+from tests.algorithms.every import words
 
 ALLREDUCE_OF_4 = """\
 allreduce ring: 4 ranks, a vector S of 4 chunks
@@ -40,11 +41,8 @@ def test_a_ring_passes_partial_sums_to_the_right_and_then_the_totals() -> None:
 
 
 def test_a_chain_passes_a_segment_on_while_the_next_one_comes_in() -> None:
-    # The columns of the picture are as wide as its widest cell.
     drawn = draw(find("broadcast", "ring"), 4, root=1, segments=3)
-    assert [line.split() for line in drawn.splitlines()] == [
-        line.split() for line in BROADCAST_OF_3_SEGMENTS.splitlines()
-    ]
+    assert words(drawn) == words(BROADCAST_OF_3_SEGMENTS)
 
 
 def test_two_ranks_swap_halves_and_then_totals() -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from hpcpar.algorithms.registry import ALGORITHMS
+from hpcpar.algorithms.simulate import analytic
+from hpcpar.algorithms.topology import Topology
 from hpcpar.bench.fit import NAMES, Equation, equations, report, solve
 from hpcpar.bench.measure import Case, Place, ResultRow, Timing, row
 from hpcpar.bench.sweep import write_json
@@ -18,6 +20,7 @@ from hpcpar.comm.select import segments_for
 from hpcpar.errors import OperationError
 
 ALPHA_S, BETA, GAMMA = 3e-6, 2e-10, 5e-11
+UNIFORM = Topology.uniform(ALPHA_S, BETA, GAMMA)
 SIZES = (8, 4096, 2**20, 2**24)
 
 
@@ -41,7 +44,7 @@ def modelled(ranks: int, collectives: tuple[str, ...] = tuple(ALGORITHMS)) -> li
         for name, algorithm in ALGORITHMS[collective].items():
             for nbytes in SIZES:
                 segments = segments_for(algorithm, nbytes)
-                seconds = algorithm.seconds(ranks, nbytes, ALPHA_S, BETA, GAMMA, segments)
+                seconds = analytic(algorithm, ranks, nbytes, UNIFORM, segments)
                 case = Case(collective, nbytes // 4, "float32", "torch", ranks)
                 place: Place = "out" if collective == "alltoall" else "in"
                 rows.append(row(case, name, place, Timing((seconds,), 1), 0))

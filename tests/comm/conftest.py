@@ -165,6 +165,17 @@ def checked_world() -> Iterator[Communicator]:
 
 
 @pytest.fixture
+def kernels(stand_in: Any) -> Iterator[None]:
+    """Kernels that compute on the stand-in's device memory."""
+    from hpcpar.transport.gpu import kernels as gpu_kernels
+    from tests.transport.gpu import kernel_stand_in
+
+    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
+    yield
+    gpu_kernels.use_instead(None)
+
+
+@pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loopback rank that waits sleeps until a message comes; of shared memory nobody tells it."""
 
@@ -188,15 +199,10 @@ def sharing(request: pytest.FixtureRequest, quick_looks: None) -> dict[str, Any]
     return EXCHANGES[request.param]
 
 
-@pytest.fixture
-def truths() -> dict[str, Callable[[Communicator], Iterator[tuple[str, Any, Any]]]]:
-    """Groups of collectives, each a generator of (what, found, expected)."""
-    return {
-        "reductions": reductions,
-        "gathers": gathers,
-        "exchanges": exchanges,
-        "element_types": element_types,
-    }
+@pytest.fixture(params=[reductions, gathers, exchanges, element_types], ids=lambda group: group.__name__)
+def truths(request: pytest.FixtureRequest) -> Callable[[Communicator], Iterator[tuple[str, Any, Any]]]:
+    """Groups of collectives in turn, each a generator of (what, found, expected)."""
+    return request.param
 
 
 @pytest.fixture

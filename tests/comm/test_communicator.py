@@ -45,13 +45,17 @@ def test_a_rank_without_a_color_is_in_no_new_communicator():
     assert run_loopback(3, work) == [(0, 2), None, (0, 2)]
 
 
-def test_what_was_begun_before_a_split_goes_on_on_ranks_that_wait_in_it():
+@pytest.mark.parametrize("makes", ["split", "group"])
+def test_what_was_begun_before_goes_on_on_ranks_that_wait_in_a_split_or_a_group(makes):
     def work(comm):
         total = np.ones(3000)
         handle = comm.start_allreduce(total, algorithm="ring")
         if comm.rank:
             handle.wait()
-        comm.split(0)
+        if makes == "split":
+            comm.split(0)
+        elif comm.rank < 2:
+            comm.group([0, 1])
         handle.wait()
         return total.tolist() == [comm.size] * 3000
 

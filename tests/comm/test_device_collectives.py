@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,22 +22,13 @@ from hpcpar.comm.select import ANY
 from hpcpar.comm.tuning import Entry, Tuning
 from hpcpar.errors import BufferTypeError, CudaError, MismatchError, OperationError
 from hpcpar.transport.buffers import octets_at
-from hpcpar.transport.gpu import kernels as gpu_kernels
 from hpcpar.transport.gpu.cuda_driver import driver
 from hpcpar.transport.loopback import LoopbackTransport
 from tests.comm import device_cases
 from tests.comm.device_cases import CASES, on_device, values
 from tests.grid import pairwise
-from tests.transport.gpu import kernel_stand_in
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def kernels(stand_in) -> Iterator[None]:
-    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
-    yield
-    gpu_kernels.use_instead(None)
 
 
 def shared(way: str, function):
@@ -376,38 +368,39 @@ def test_a_wait_left_out_would_be_seen(run_ranks: RunRanks, stand_in, monkeypatc
     assert "Mismatched elements" in done.stderr
 
 
+@contextmanager
+def all_ranks(world: Communicator, way: str) -> Iterator[Communicator]:
+    """A communicator whose device memory moves in one way; afterwards the world's is as it was before."""
+    with world.split(0, name=f"devices {way}") as comm:
+        before = comm._runtime.devices
+        try:
+            assert comm.share_devices(way)
+            yield comm
+        finally:
+            comm.barrier()
+            comm._runtime.devices = before
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["pull", "staged"])
 @pytest.mark.parametrize("case", CASES)
 def test_over_mpi_arrays_on_devices_get_what_arrays_on_hosts_get(
     kernels, world: Communicator, case: str, way: str
 ) -> None:
-    with world.split(0, name=f"devices {way}") as comm:
-        before = comm._runtime.devices
-        try:
-            assert comm.share_devices(way)
-            CASES[case](comm)
-        finally:
-            comm.barrier()
-            comm._runtime.devices = before
+    with all_ranks(world, way) as comm:
+        CASES[case](comm)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["pull", "staged"])
 def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Communicator, way: str) -> None:
     """As one of autograd's threads does with what the main thread has begun; it has used no device yet."""
-    with world.split(0, name=f"another thread {way}") as comm:
-        before = comm._runtime.devices
-        try:
-            assert comm.share_devices(way)
-            array = on_device(values(comm.rank, 3000))
-            handle = comm.start_allreduce(array)
-            with ThreadPoolExecutor(1) as thread:
-                error = thread.submit(handle.wait).exception(60)
-            found = array.to_host()
-        finally:
-            comm.barrier()
-            comm._runtime.devices = before
+    with all_ranks(world, way) as comm:
+        array = on_device(values(comm.rank, 3000))
+        handle = comm.start_allreduce(array)
+        with ThreadPoolExecutor(1) as thread:
+            error = thread.submit(handle.wait).exception(60)
+        found = array.to_host()
     assert error is None
     np.testing.assert_array_equal(found, np.sum([values(r, 3000) for r in range(world.size)], axis=0))
 
@@ -415,55 +408,43 @@ def test_a_call_is_brought_to_its_end_by_whichever_thread(kernels, world: Commun
 @pytest.mark.mpi
 def test_memory_that_is_given_back_later_does_not_hinder_the_next_trial(kernels, world: Communicator) -> None:
     """What lies where something is still open here is refused: first let go of what has been done with."""
-    with world.split(0, name="devices twice") as comm:
-        before = comm._runtime.devices
-        try:
-            assert comm.share_devices("pull")
-            devices = comm._runtime.devices
-            address = devices.cuda.alloc(TRIAL_NBYTES)
-            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
-            for memory in shown:
-                devices.imports.open(memory)
-            devices.queue(0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
-            comm.barrier()
-            devices.cuda.free(address)
-            again = comm.share_devices("pull")
-        finally:
-            comm.barrier()
-            comm._runtime.devices = before
+    with all_ranks(world, "pull") as comm:
+        devices = comm._runtime.devices
+        address = devices.cuda.alloc(TRIAL_NBYTES)
+        shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+        for memory in shown:
+            devices.imports.open(memory)
+        devices.queue(0).afterwards(lambda: [devices.imports.release(memory) for memory in shown])
+        comm.barrier()
+        devices.cuda.free(address)
+        again = comm.share_devices("pull")
     assert again
 
 
 @pytest.mark.mpi
 def test_what_another_thread_has_done_with_does_not_hinder_this_one(kernels, world: Communicator) -> None:
     """A hook in autograd's thread has read memory of a peer, which now has other memory in its place."""
-    with world.split(0, name="devices of two threads") as comm:
-        before = comm._runtime.devices
+    with all_ranks(world, "pull") as comm:
+        devices = comm._runtime.devices
+
+        def read(shown: list[bytes]) -> None:
+            devices.cuda.use(0)
+            for memory in shown:
+                devices.open(memory)
+            devices.queue(0).afterwards(lambda: [devices.imports.release(each) for each in shown])
+
+        address = devices.cuda.alloc(TRIAL_NBYTES)
+        shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(read, shown).result(60)
+        comm.barrier()
+        devices.cuda.free(address)
+        address = devices.cuda.alloc(TRIAL_NBYTES)
+        shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
+        refused = ""
         try:
-            assert comm.share_devices("pull")
-            devices = comm._runtime.devices
-
-            def read(shown: list[bytes]) -> None:
-                devices.cuda.use(0)
-                for memory in shown:
-                    devices.open(memory)
-                devices.queue(0).afterwards(lambda: [devices.imports.release(each) for each in shown])
-
-            address = devices.cuda.alloc(TRIAL_NBYTES)
-            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(read, shown).result(60)
-            comm.barrier()
-            devices.cuda.free(address)
-            address = devices.cuda.alloc(TRIAL_NBYTES)
-            shown = comm.allgather_object(devices.exports.export(address, TRIAL_NBYTES))
-            refused = ""
-            try:
-                read(shown)
-            except CudaError as error:
-                refused = str(error)
-            told = comm.allgather_object(refused)
-        finally:
-            comm.barrier()
-            comm._runtime.devices = before
+            read(shown)
+        except CudaError as error:
+            refused = str(error)
+        told = comm.allgather_object(refused)
     assert told == [""] * world.size

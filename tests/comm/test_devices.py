@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,14 +13,6 @@ from hpcpar.planner.traffic import allreduce_nbytes
 from hpcpar.transport.gpu import kernels as gpu_kernels
 from hpcpar.transport.gpu.cuda_driver import CudaDriver, driver
 from tests.comm.device_cases import on_device, values
-from tests.transport.gpu import kernel_stand_in
-
-
-@pytest.fixture
-def kernels(stand_in) -> Iterator[None]:
-    gpu_kernels.use_instead(kernel_stand_in.StandInKernels())
-    yield
-    gpu_kernels.use_instead(None)
 
 
 def opened(size: int, caplog: pytest.LogCaptureFixture, nodes: list[int] | None = None) -> list[str]:

@@ -34,26 +34,35 @@ ENDS_WITHIN_S = 15
 
 
 @pytest.fixture
-def fail(tmp_path, run_ranks):
-    """Run three ranks of which rank 1 makes a mistake: (status, what was printed, seconds from there)."""
+def assert_named(tmp_path, run_ranks):
+    """Run three ranks of which rank 1 makes a mistake; the job must fail soon, and say these words."""
 
-    def run(mistake, patience=""):
+    def run(mistake, words):
         script = tmp_path / "script.py"
+        patience = "timeout_s=2" if words == STALLED else ""
         script.write_text(PROGRAM.replace("{patience}", patience).replace("{mistake}", mistake))
         mark = tmp_path / "mistake"
         done = run_ranks(3, str(script), str(mark))
         assert mark.exists(), done.stderr
-        return done.returncode, done.stderr, time.time() - mark.stat().st_mtime
+        assert time.time() - mark.stat().st_mtime < ENDS_WITHIN_S
+        assert done.returncode != 0
+        assert all(word in done.stderr for word in words), done.stderr
+        return done.stderr
 
     return run
+
+
+LOST = ["hpcpar: rank 1 (pid", "was lost"]
+LEFT = ["PeerLeftError", "rank 1 came to the end of the program"]
+STALLED = ["StallError", "rank 1 does not answer"]
+KILLS_ITSELF, RAISES = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('only here')"
 
 
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["hpcpar: rank 1 (pid", "was lost"]),
-        ("os._exit(0)", ["hpcpar: rank 1 (pid", "was lost"]),
-        ("raise ValueError('only here')", ["rank 1 of 3", "Traceback", "ValueError: only here"]),
+        (KILLS_ITSELF, LOST),
+        ("os._exit(0)", LOST),
         (
             "import contextlib, io; redirect = contextlib.redirect_stderr(io.StringIO()); "
             "hook = sys.excepthook; "
@@ -65,37 +74,34 @@ def fail(tmp_path, run_ranks):
             ["rank 1 of 3", "ZeroDivisionError"],
         ),
         ("os.kill(os.getpid(), signal.SIGINT)", ["rank 1 of 3", "KeyboardInterrupt"]),
-        ("sys.exit()", ["PeerLeftError", "rank 1 came to the end of the program"]),
-        ("break", ["PeerLeftError", "rank 1 came to the end of the program"]),
+        ("sys.exit()", LEFT),
+        ("break", LEFT),
+        ("time.sleep(60)", STALLED),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", STALLED),
     ],
 )
-def test_a_rank_that_fails_ends_the_job_and_is_named(fail, mistake, words):
-    status, printed, seconds = fail(mistake)
-    assert status != 0
-    assert seconds < ENDS_WITHIN_S
-    for word in words:
-        assert word in printed, printed
+def test_a_rank_that_fails_ends_the_job_and_is_named(assert_named, mistake, words):
+    assert_named(mistake, words)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "patience", "words"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "", ["hpcpar: rank 1 (pid", "was lost"]),
-        ("break", "", ["PeerLeftError", "rank 1 came to the end of the program"]),
-        ("time.sleep(60)", "timeout_s=2", ["StallError", "rank 1 does not answer"]),
-    ],
+    ("variable", "value"),
+    [("HPCPAR_SHARED_MEMORY", "0"), ("HPCPAR_ALGORITHM", "allreduce=native,broadcast=native")],
+    ids=["messages", "native"],
 )
-def test_ranks_that_share_no_memory_are_told_the_same(fail, mistake, patience, words, monkeypatch):
-    monkeypatch.setenv("HPCPAR_SHARED_MEMORY", "0")
-    status, printed, seconds = fail(mistake, patience)
-    assert status != 0
-    assert seconds < ENDS_WITHIN_S
-    for word in words:
-        assert word in printed, printed
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [(KILLS_ITSELF, LOST), ("break", LEFT), ("time.sleep(60)", STALLED), (RAISES, ["ValueError: only here"])],
+)
+def test_ranks_that_do_not_exchange_by_memory_are_told_the_same(
+    assert_named, mistake, words, variable, value, monkeypatch
+):
+    monkeypatch.setenv(variable, value)
+    assert_named(mistake, words)
 
 
-def test_the_failing_ranks_traceback_comes_first(fail):
-    _, printed, _ = fail("raise ValueError('only here')")
+def test_the_failing_ranks_traceback_comes_first(assert_named):
+    printed = assert_named(RAISES, ["rank 1 of 3", "Traceback", "ValueError: only here"])
     told = [line for line in printed.splitlines() if line.startswith("hpcpar: rank")]
     assert told[0].startswith("hpcpar: rank 1 of 3")
     assert printed.index("ValueError: only here") < printed.find("MPI_Abort") or "MPI_Abort" not in printed
@@ -131,15 +137,6 @@ def test_a_rank_that_cannot_write_what_is_wrong_ends_the_job_all_the_same(monkey
     hooks = failure.FailureHooks(transport, None, SimpleNamespace(aborting=told.append))
     hooks._on_exception(ValueError, ValueError("only here"), None)
     assert (told, ended) == (["ValueError: only here"], [1])
-
-
-@pytest.mark.parametrize("mistake", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_a_rank_that_stalls_is_named_after_the_timeout(fail, mistake):
-    status, printed, seconds = fail(mistake, "timeout_s=2")
-    assert status != 0
-    assert seconds < ENDS_WITHIN_S
-    assert "StallError" in printed
-    assert "rank 1 does not answer" in printed
 
 
 def test_ranks_that_end_at_different_times_without_waiting_for_each_other_end_well(tmp_path, run_ranks):

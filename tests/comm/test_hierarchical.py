@@ -25,6 +25,13 @@ def total(size, count):
     return sum(piece(rank, count) for rank in range(size))
 
 
+def assert_equal_on(nodes, work, shared_memory):
+    """Compare the pairs of found and expected arrays that all ranks return."""
+    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
+        for found, expected in pairs:
+            np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared memory"])
 @pytest.mark.parametrize("nodes", PLACEMENTS)
 def test_reductions_on_nodes_equal_the_serial_computation(nodes, shared_memory):
@@ -40,9 +47,7 @@ def test_reductions_on_nodes_equal_the_serial_computation(nodes, shared_memory):
                 found.append((own, expected[start:stop]))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
-        for found, expected in pairs:
-            np.testing.assert_array_equal(found, expected)
+    assert_equal_on(nodes, work, shared_memory)
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared memory"])
@@ -62,9 +67,7 @@ def test_gathers_and_broadcasts_on_nodes_equal_the_serial_computation(nodes, sha
                     found.append((comm.broadcast(buffer, root, algorithm=name), piece(root, count)))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
-        for found, expected in pairs:
-            np.testing.assert_array_equal(found, expected)
+    assert_equal_on(nodes, work, shared_memory)
 
 
 def test_floats_are_summed_to_the_same_bits_on_all_ranks_of_all_nodes():
@@ -95,9 +98,7 @@ def test_pipelines_of_several_segments_equal_the_serial_computation(nodes, monke
             found.append((comm.allgather(whole[own].copy(), counts=counts, algorithm=name), whole))
         return found
 
-    for pairs in run_loopback(len(nodes), work, nodes=nodes, shared_memory=shared_memory):
-        for found, expected in pairs:
-            np.testing.assert_array_equal(found, expected)
+    assert_equal_on(nodes, work, shared_memory)
 
 
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
@@ -120,15 +121,14 @@ def test_what_lies_in_several_stretches_of_memory_is_read_there(collective):
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 1, 1)])
-@pytest.mark.parametrize("group", ["reductions", "gathers", "exchanges", "element_types"])
 def test_what_is_near_goes_through_memory_and_what_is_far_by_messages(
-    group, nodes, truths, assert_true, monkeypatch
+    nodes, truths, assert_true, monkeypatch
 ):
     monkeypatch.setattr(compiling, "IN_PART_FROM_NBYTES", 0)
 
     def work(comm):
         assert comm.share_memory(post_nbytes=1024)
-        return list(truths[group](comm))
+        return list(truths(comm))
 
     for checks in run_loopback(len(nodes), work, nodes=nodes):
         assert_true(checks)

@@ -99,55 +99,43 @@ def test_of_calls_under_way_each_that_differs_is_told_and_the_others_are_right(s
     assert found == [["2.0", "mismatch", "2.0", "mismatch"]] * 2
 
 
-def counts_that_do_not_fit(comm: Communicator, count: int) -> str:
-    """Expect of rank 0, on the last rank, one element more than that sends."""
+def of_another(comm: Communicator, n: int, other: bool) -> Any:
+    """Expect of rank 0 one element more than that sends."""
+    sent, expected = [n] * comm.size, [n + other, *[n] * (comm.size - 1)]
+    return comm.alltoall(ones(n * comm.size), send_counts=sent, receive_counts=expected, algorithm="pairwise")
 
-    def call(comm: Communicator, n: int, other: bool) -> Any:
-        sent = [n] * comm.size
-        return comm.alltoall(
-            ones(n * comm.size), send_counts=sent, receive_counts=[n + other, *sent[1:]], algorithm="pairwise"
-        )
 
-    return told(comm, call, count, comm.size - 1)
+def of_itself(comm: Communicator, n: int, other: bool) -> Any:
+    """Expect of itself one element more than it sends itself."""
+    sent, expected = [n] * comm.size, [*[n] * (comm.size - 1), n + other]
+    return comm.alltoall(ones(n * comm.size), send_counts=sent, receive_counts=expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [3, 100_000])
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_counts_of_an_alltoall_that_do_not_fit_are_told_to_every_rank(size, count, shared_memory):
-    found = run_loopback(size, lambda comm: counts_that_do_not_fit(comm, count), shared_memory=shared_memory)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [(of_another, "send_counts and receive_counts must fit"), (of_itself, "sends itself")],
+    ids=["of another", "of itself"],
+)
+def test_counts_of_an_alltoall_that_do_not_fit_are_told_to_every_rank(
+    size, count, shared_memory, call, words
+):
+    found = run_loopback(
+        size, lambda comm: told(comm, call, count, comm.size - 1), shared_memory=shared_memory
+    )
     assert all("must fit" in text or "something else" in text for text in found), found
-    assert any("send_counts and receive_counts must fit" in text for text in found)
+    assert any(words in text for text in found)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_counts_of_an_alltoall_that_do_not_fit_over_mpi_are_told_to_every_rank(count, any_world):
     comm = any_world.split(0, any_world.rank)
-    found = any_world.allgather_object(counts_that_do_not_fit(comm, count))
+    found = any_world.allgather_object(told(comm, of_another, count, comm.size - 1))
     comm.abandon()
     assert "nothing" not in found
-
-
-def own_counts_that_do_not_fit(comm: Communicator, count: int) -> str:
-    """Expect of itself, on the last rank, one element more than it sends itself."""
-
-    def call(comm: Communicator, n: int, other: bool) -> Any:
-        sent = [n] * comm.size
-        return comm.alltoall(ones(n * comm.size), send_counts=sent, receive_counts=[*sent[:-1], n + other])
-
-    return told(comm, call, count, comm.size - 1)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("count", [3, 100_000])
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_counts_for_oneself_that_do_not_fit_are_told_to_every_rank(size, count, shared_memory):
-    found = run_loopback(
-        size, lambda comm: own_counts_that_do_not_fit(comm, count), shared_memory=shared_memory
-    )
-    assert all("must fit" in text or "something else" in text for text in found), found
-    assert "sends itself" in found[-1]
 
 
 INNER: dict[str, Call] = {

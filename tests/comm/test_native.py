@@ -298,36 +298,3 @@ def test_a_root_that_has_done_its_part_and_left_is_not_accused(tmp_path, run_ran
     )
     done = run_ranks(4, str(script))
     assert (done.returncode, done.stdout.count("end")) == (0, 4), done.stderr
-
-
-PROGRAM = """
-import os, signal, sys, time
-import numpy as np
-import hpcpar
-
-world = hpcpar.init({patience})
-values = np.ones(1000)
-for step in range(10**6):
-    values[:] = 1
-    world.allreduce(values, algorithm="native")
-    if step == 50 and world.rank == 1:
-        {mistake}
-"""
-
-
-@pytest.mark.parametrize(
-    ("mistake", "patience", "words"),
-    [
-        ("time.sleep(60)", "timeout_s=3", ["StallError", "rank 1 does not answer"]),
-        ("break", "", ["PeerLeftError", "rank 1 came to the end of the program"]),
-        ("raise ValueError('only here')", "", ["rank 1 of 3", "ValueError: only here"]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "", ["hpcpar: rank 1 (pid", "was lost"]),
-    ],
-)
-def test_a_rank_that_fails_in_a_loop_of_native_calls_is_named(tmp_path, run_ranks, mistake, patience, words):
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM.replace("{patience}", patience).replace("{mistake}", mistake))
-    done = run_ranks(3, str(script))
-    assert done.returncode != 0
-    for word in words:
-        assert word in done.stderr, done.stderr

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from hpcpar.launch.supervise import await_sentinels
+from tests.command import until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -120,6 +120,12 @@ class Node:
         self.tell(rank, order)
         assert self.answer(rank) == "ok"
 
+    def finish(self) -> None:
+        """Have all ranks end as they should."""
+        for rank in range(self.size):
+            self.do(rank, "done")
+            self.tell(rank, "exit 0")
+
     def join(self, *ranks: int) -> None:
         for rank in ranks or range(self.size):
             self.tell(rank, "join")
@@ -132,21 +138,14 @@ class Node:
 
     @property
     def sentinel_pid(self) -> int:
-        deadline = time.monotonic() + 10
-        while (
-            not (files := list(self.directory.glob(f"watching-{self.host}-*")))
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.01)
-        return int(files[0].name.rpartition("-")[2])
-
-    def is_watched(self) -> bool:
-        return any(self.directory.glob("watching-*"))
+        until(lambda: [*self.directory.glob(f"watching-{self.host}-*")], "the sentinel watches")
+        (file,) = self.directory.glob(f"watching-{self.host}-*")
+        return int(file.name.rpartition("-")[2])
 
     def lines(self) -> list[str]:
         """Return the lines of the sentinel, once it has gone."""
         await_sentinels(self.directory, patience_s=15)
-        assert not self.is_watched(), "the sentinel is still there"
+        assert not any(self.directory.glob("watching-*")), "the sentinel is still there"
         self.error.seek(0)
         return self.error.read().splitlines()
 

@@ -92,15 +92,9 @@ def test_what_sruns_task_was_started_with_is_of_a_launcher_outside_of_the_step(
 ) -> None:
     """A rank of mpiexec, or a shell with what one has left, that calls srun: here with a shell in between."""
     task = STEP | {"SLURM_TASK_PID": "391"}
-    (tmp_path / "391").mkdir()
-
-    def start(environ: dict[str, str]) -> None:
-        lines = (f"{name}={value}\0" for name, value in environ.items())
-        (tmp_path / "391" / "environ").write_text("".join(lines))
-
-    start(task | outer)
+    add_process(tmp_path, 391, environ=task | outer)
     assert detect(task | outer, tmp_path) == RankInfo(3, 4, 1, 2, 1, ("node1", "node2"), "slurm", "none")
-    start(task)
+    add_process(tmp_path, 391, environ=task)
     inner = detect(outer)
     assert detect(task | outer, tmp_path) == inner
     assert detect(task | outer, tmp_path / "of another process namespace") == inner

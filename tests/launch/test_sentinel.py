@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,19 +28,26 @@ MPIEXEC = shutil.which(os.path.join(os.path.dirname(sys.executable), "mpiexec"))
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 
+OpenNode = Callable[..., Node]
+
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+def open_node(tmp_path: Path) -> Iterator[OpenNode]:
+    """Open a node of so many ranks, in a directory of its own where there are several."""
     opened: list[Node] = []
-    yield opened
+
+    def open_one(size: int, directory: str = ".", **options: object) -> Node:
+        opened.append(Node(tmp_path / directory, size, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_one
     for node in opened:
         node.close()
 
 
 @pytest.fixture
-def node(tmp_path: Path, nodes: list[Node]) -> Node:
-    nodes.append(Node(tmp_path, 3, kill_grace_s=0.3, abort_grace_s=0.3))
-    return nodes[0]
+def node(open_node: OpenNode) -> Node:
+    return open_node(3, kill_grace_s=0.3, abort_grace_s=0.3)
 
 
 def line_for(node: Node, rank: int) -> str:
@@ -65,21 +72,16 @@ def test_a_rank_that_leaves_with_status_0_but_without_finishing_is_lost(node: No
 
 
 def test_the_first_of_several_losses_is_named_even_if_the_sentinel_wakes_after_all_of_them(
-    tmp_path: Path, nodes: list[Node]
+    open_node: OpenNode,
 ) -> None:
     named = []
-    for attempt in range(4):
-        directory = tmp_path / str(attempt)
-        directory.mkdir()
-        node = Node(directory, 4)
-        nodes.append(node)
+    for first in range(4):
+        node = open_node(4, str(first))
         node.join()
-        first = attempt
-        os.kill(node.sentinel_pid, signal.SIGSTOP)
-        node.kill(first)
-        for rank in range(4):
-            node.kill(rank)
-        os.kill(node.sentinel_pid, signal.SIGCONT)
+        with paused(node.sentinel_pid):
+            node.kill(first)
+            for rank in range(4):
+                node.kill(rank)
         pid = node.ranks[first].pid
         named += [
             line.startswith(f"hpcpar: rank {first} (pid {pid} on node7) was lost") for line in node.lines()
@@ -89,9 +91,7 @@ def test_the_first_of_several_losses_is_named_even_if_the_sentinel_wakes_after_a
 
 def test_ranks_that_finish_are_not_lost(node: Node) -> None:
     node.join()
-    for rank in range(3):
-        node.do(rank, "done")
-        node.tell(rank, "exit 0")
+    node.finish()
     assert node.lines() == []
     assert node.words() == []
 
@@ -222,10 +222,10 @@ def test_the_signal_that_ended_a_process_is_known_until_it_is_reaped() -> None:
     assert found == [0, signal.SIGTERM, 0, 0, signal.SIGKILL, 0, 0, signal.SIGSEGV, 0]
 
 
-def test_a_sentinel_that_nobody_joins_leaves_at_the_time_limit(tmp_path: Path, nodes: list[Node]) -> None:
-    nodes.append(Node(tmp_path, 2, join_limit_s=0.3))
-    assert nodes[0].lines() == []
-    assert nodes[0].ranks[0].poll() is None
+def test_a_sentinel_that_nobody_joins_leaves_at_the_time_limit(open_node: OpenNode) -> None:
+    node = open_node(2, join_limit_s=0.3)
+    assert node.lines() == []
+    assert node.ranks[0].poll() is None
 
 
 def test_a_sentinel_leaves_when_its_starter_dies_before_anyone_joined(node: Node) -> None:
@@ -235,26 +235,23 @@ def test_a_sentinel_leaves_when_its_starter_dies_before_anyone_joined(node: Node
     assert time.monotonic() - started < 5
 
 
-def test_several_nodes_say_when(tmp_path: Path, nodes: list[Node]) -> None:
-    nodes.append(Node(tmp_path, 1, nodes=2))
-    nodes[0].join()
-    nodes[0].kill(0)
-    (line,) = nodes[0].lines()
-    assert "killed or exited without finishing; ending the job (at " in line
-
-
-def test_a_rank_alone_on_its_node_that_says_nothing_is_named(tmp_path: Path, nodes: list[Node]) -> None:
-    nodes.append(Node(tmp_path, 1))
-    nodes[0].join()
-    nodes[0].kill(0)
-    assert "no other rank of this node is left" in nodes[0].lines()[0]
+@pytest.mark.parametrize(
+    ("nodes", "ending"), [(1, "no other rank of this node is left"), (2, "ending the job (at ")]
+)
+def test_a_rank_alone_on_its_node_is_named_and_of_several_nodes_with_the_time(
+    open_node: OpenNode, nodes: int, ending: str
+) -> None:
+    node = open_node(1, nodes=nodes)
+    node.join()
+    node.kill(0)
+    (line,) = node.lines()
+    assert f"killed or exited without finishing; {ending}" in line
 
 
 @pytest.mark.parametrize("how", ["killed", "aborted", "all told to end"])
-def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, nodes: list[Node], how: str) -> None:
+def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, open_node: OpenNode, how: str) -> None:
     mark = tmp_path / "ended"
-    node = Node(tmp_path, 2, nodes=2, end_command=("/bin/touch", str(mark)), abort_grace_s=0.3)
-    nodes.append(node)
+    node = open_node(2, nodes=2, end_command=("/bin/touch", str(mark)), abort_grace_s=0.3)
     node.join()
     if how == "killed":
         node.kill(0)
@@ -267,14 +264,11 @@ def test_other_nodes_are_ended_by_the_given_command(tmp_path: Path, nodes: list[
     until(mark.exists, "the command has run")
 
 
-def test_other_nodes_go_on_where_all_ranks_of_this_one_finish(tmp_path: Path, nodes: list[Node]) -> None:
+def test_other_nodes_go_on_where_all_ranks_of_this_one_finish(tmp_path: Path, open_node: OpenNode) -> None:
     mark = tmp_path / "ended"
-    node = Node(tmp_path, 2, nodes=2, end_command=("/bin/touch", str(mark)))
-    nodes.append(node)
+    node = open_node(2, nodes=2, end_command=("/bin/touch", str(mark)))
     node.join()
-    for rank in range(2):
-        node.do(rank, "done")
-        node.tell(rank, "exit 0")
+    node.finish()
     assert node.lines() == []
     time.sleep(0.3)
     assert not mark.exists()
@@ -286,11 +280,11 @@ def test_the_sentinel_is_small_and_no_child_of_the_rank(node: Node) -> None:
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
     )
-    for rank in range(3):
-        node.do(rank, "done")
+    session = os.getsid(pid)
+    node.finish()
     assert int(status["VmRSS"].split()[0]) < 20 * 1024
     assert int(status["PPid"]) != node.ranks[0].pid
-    assert os.getsid(pid) != os.getsid(0)
+    assert session != os.getsid(0)
 
 
 def test_a_wrong_token_or_a_rank_twice_is_refused_with_a_warning(
@@ -319,9 +313,7 @@ def test_a_stranger_who_connects_and_leaves_is_no_loss(node: Node) -> None:
             except OSError:
                 assert len(noise) > 65536, "only the endless greeting is cut off"
     node.join(2)
-    for rank in range(3):
-        node.do(rank, "done")
-        node.tell(rank, "exit 0")
+    node.finish()
     assert node.lines() == []
 
 

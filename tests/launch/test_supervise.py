@@ -37,8 +37,8 @@ def test_what_ended_the_job_is_told_in_any_locale(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as Order\n"
         "from hpcpar.launch import sentinel_process, supervise\n"
-        "sentinel = Order(run_directory=sys.argv[1])\n"
-        "sentinel_process.Sentinel.leave_word(sentinel, 'aborted', 'vm', 1, 'ValueError: \\u03a6')\n"
+        "sentinel = Order(run_directory=sys.argv[1], host='vm')\n"
+        "sentinel_process.Sentinel.leave_word(sentinel, 'aborted', 1, 'ValueError: \\u03a6')\n"
         "supervise.verdict(1, Path(sys.argv[1]), 'mpiexec', lambda line: print(ascii(line)))\n"
     )
     done = subprocess.run(

@@ -77,13 +77,13 @@ def process_mapping(nodes: list[str]) -> str:
     return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks)})"
 
 
-def ranges(numbers: list[int], most: int = 12) -> str:
-    """ranges([0, 1, 2, 5]) == "ranks 0-2, 5"; beyond `most` parts the rest is counted."""
+def ranges(numbers: list[int]) -> str:
+    """ranges([0, 1, 2, 5]) == "ranks 0-2, 5"; beyond 12 parts the rest is counted."""
     grouped = groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     runs = [[number for _, number in run] for _, run in grouped]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
-    if len(runs) > most:
-        words.append(f"and {sum(map(len, runs[most:]))} more")
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:12]]
+    if len(runs) > 12:
+        words.append(f"and {sum(map(len, runs[12:]))} more")
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words)}"
 
 
