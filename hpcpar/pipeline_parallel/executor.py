@@ -21,11 +21,11 @@ import numpy as np
 from torch import Tensor
 
 from hpcpar.comm import Communicator
-from hpcpar.errors import HpcparError, MismatchError, PeerLeftError, StallError
+from hpcpar.errors import HpcparError, MismatchError, OperationError, PeerLeftError, StallError
 from hpcpar.pipeline_parallel.mailbox import Mailbox
 from hpcpar.pipeline_parallel.microbatches import as_arguments
 from hpcpar.pipeline_parallel.stage import Stage
-from hpcpar.pipeline_parallel.tensor_spec import as_tensors, spec_of
+from hpcpar.pipeline_parallel.tensor_spec import spec_of
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
 from hpcpar.pipeline_schedules.timetable import Timed
@@ -182,7 +182,10 @@ class ScheduleExecutor:
             self._mailbox.prepare(position)
             self._run_action[action.kind](action, around(position))
             self._mailbox.advance()
-        self._mailbox.finish()
+        try:
+            self._mailbox.finish()
+        except OperationError as error:
+            self._error = self._error or error
         failed = np.array([self._error is not None], dtype=np.int64)
         if self._comm.unchecked("agreement").allreduce(failed, "max")[0]:
             for stage in self._stages.values():
@@ -208,7 +211,7 @@ class ScheduleExecutor:
             )
             if stage == self._last:
                 return output if finish is None else output.detach()
-            tensors = as_tensors(output, f"stage {stage}")
+            tensors = self._stages[stage].apart(output)
             self._mailbox.require_fit(stage, microbatch, spec_of(tensors))
             return tensors
 

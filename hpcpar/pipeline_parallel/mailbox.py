@@ -4,9 +4,12 @@
     receive before it         ▲ of 0F0   ▲ of 0F1   ▲ of 2B0      posted one ahead, in each direction
     send after it             ▼ to 2F0   ▼ to 2F1   ▼ to 0B0      non-blocking, held until delivered
 
-    tag of a message          3 × boundary + 0  announcement: an activation's spec, if not known
+    tag of a message          3 × boundary + 0  announcement: an activation's spec, if not known; which of
+                                                several gradients there are
                                            + 1  activation
                                            + 2  gradient
+
+A stage may leave some of its inputs unused. Their gradients travel as zeros, as receives have been posted.
 
 Boundary b lies between stages b and b + 1. Its microbatches travel under one tag, sent and received in the
 order of the sender's row. So tags stay small for any number of microbatches. Two stages of one rank hand over
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hpcpar.comm import Communicator, Handle
-from hpcpar.errors import BufferTypeError, MismatchError
+from hpcpar.errors import BufferTypeError, MismatchError, OperationError
 from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, Tensors, TensorSpec
 from hpcpar.pipeline_schedules.action import Action
 from hpcpar.pipeline_schedules.pipeline_schedule import Schedule
@@ -74,7 +77,7 @@ class _Inbox:
         self._announced = announced
         self._posted = 0
         self._announcements: deque[tuple[int, Handle]] = deque()
-        self._received: dict[int, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
+        self._received: dict[int, tuple[tuple[Tensor, ...], tuple[Handle, ...], Handle | None]] = {}
 
     def post(self, microbatch: int) -> None:
         """Post the receives of this microbatch, and of those that are sent before it."""
@@ -97,15 +100,16 @@ class _Inbox:
         while self._announcements and self._announcements[0][1].done:
             self._read_announcement()
 
-    def take(self, microbatch: int) -> tuple[Tensor, ...]:
-        """Wait for the tensors of this microbatch, and return them."""
+    def take(self, microbatch: int) -> Tensors:
+        """Wait for the tensors of this microbatch, and return them; None for a gradient that there is not."""
         self.post(microbatch)
         while microbatch not in self._received:
             self._read_announcement()
-        tensors, handles = self._received.pop(microbatch)
-        for handle in handles:
-            handle.wait()
-        return tensors
+        tensors, handles, given = self._received.pop(microbatch)
+        _wait_for(handles)
+        if given is None:
+            return tensors
+        return tuple(each if is_given else None for each, is_given in zip(tensors, given.wait(), strict=True))
 
     def _read_announcement(self) -> None:
         microbatch, handle = self._announcements.popleft()
@@ -113,13 +117,29 @@ class _Inbox:
         self._post_tensors(microbatch)
 
     def _post_tensors(self, microbatch: int) -> None:
-        tensors = tuple(
-            each.empty(self._device)
-            for each in _travelling(self._specs[self._boundary, microbatch], self._direction)
-        )
+        specs = _travelling(self._specs[self._boundary, microbatch], self._direction)
+        tensors = tuple(each.empty(self._device) for each in specs)
+        given = None
+        if self._direction == "B" and len(specs) > 1:
+            octets = np.empty(len(specs), dtype=np.uint8)
+            given = self._comm.start_recv(octets, self._source, _tag(self._boundary, "announcement"))
         tag = _tag(self._boundary, self._direction)
         handles = tuple(self._comm.start_recv(each, self._source, tag) for each in tensors)
-        self._received[microbatch] = tensors, handles
+        self._received[microbatch] = tensors, handles, given
+
+
+class _Sent:
+    """Tensors under way, and how often each had been written to when it left."""
+
+    def __init__(self, tensors: Tensors, handles: Sequence[Handle] = ()) -> None:
+        self.tensors = tensors
+        self.handles = handles
+        self._versions = list(map(_version, tensors))
+
+    def wait(self) -> bool:
+        """Wait until they are delivered; True if they are as they were."""
+        _wait_for(self.handles)
+        return list(map(_version, self.tensors)) == self._versions
 
 
 class Mailbox:
@@ -149,8 +169,10 @@ class Mailbox:
         self._announces = known is None
         self._promised: Mapping[tuple[int, int], OutputSpec] = known or {}
         self._max_undelivered = max_undelivered
-        self._outgoing: dict[tuple[int, Direction], deque[list[Handle]]] = defaultdict(deque)
-        self._handed_over: dict[tuple[int, Direction, int], tuple[Tensor, ...]] = {}
+        self._outgoing: dict[tuple[int, Direction], deque[_Sent]] = defaultdict(deque)
+        self._handed_over: dict[tuple[int, Direction, int], _Sent] = {}
+        self._is_used: dict[int, bool] = {}  # by boundary: a gradient has come of its only tensor
+        self._changed: set[int] = set()
         self.specs: Specs = dict(self._promised)
         row = schedule.rows[comm.rank]
         keys = dict.fromkeys(map(self._incoming, row))
@@ -171,8 +193,11 @@ class Mailbox:
         present = iter(tensors)
         return spec, tuple(None if each is None else next(present) for each in spec.tensors)
 
-    def gradients(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
-        """Wait for the gradients of this stage's differentiable outputs, from the stage after it."""
+    def gradients(self, stage: int, microbatch: int) -> Tensors:
+        """Wait for the gradients of this stage's differentiable outputs, from the stage after it.
+
+        result   None for an output that the stages after it do not use
+        """
         return self._receive(stage, "B", microbatch)
 
     def require_fit(self, stage: int, microbatch: int, spec: OutputSpec) -> None:
@@ -196,11 +221,22 @@ class Mailbox:
         """Send a stage's output, checked by `require_fit`, to the next stage."""
         self.specs[stage, microbatch] = spec
         present = tuple(each.detach() for each in tensors if each is not None)
-        self._send(stage, "F", microbatch, present, spec)
+        self._send(stage, "F", microbatch, present, self._announcement(spec, stage))
 
-    def send_gradients(self, stage: int, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
-        """Send the gradients of a stage's differentiable inputs to the stage before it."""
-        self._send(stage - 1, "B", microbatch, gradients)
+    def send_gradients(self, stage: int, microbatch: int, gradients: Tensors) -> None:
+        """Send the gradients of a stage's differentiable inputs, None where none is, to the stage before."""
+        announcement = None
+        if not self._is_local(stage - 1):
+            specs = _travelling(self.specs[stage - 1, microbatch], "B")
+            given = np.array([each is not None for each in gradients], dtype=np.uint8)
+            gradients = tuple(
+                spec.zeros() if each is None else each for spec, each in zip(specs, gradients, strict=True)
+            )
+            if len(given) > 1:
+                announcement = given
+            elif len(given):
+                self._is_used[stage - 1] = self._is_used.get(stage - 1, False) or bool(given[0])
+        self._send(stage - 1, "B", microbatch, gradients, announcement)
 
     def send_nothing(self, action: Action) -> None:
         """Send placeholders for a stage that has failed: zeros, or an announcement that nothing follows.
@@ -211,25 +247,40 @@ class Mailbox:
         stage, kind, microbatch = action
         if kind == "F":
             spec = self.specs[stage, microbatch] = self._promised.get((stage, microbatch))
-            self._send(stage, "F", microbatch, _zeros(spec, "F"), spec)
+            self._send(stage, "F", microbatch, _zeros(spec, "F"), self._announcement(spec, stage))
         else:
-            spec = self.specs[stage - 1, microbatch]
-            self._send(stage - 1, "B", microbatch, _zeros(spec, "B"))
+            self.send_gradients(stage, microbatch, _zeros(self.specs[stage - 1, microbatch], "B"))
 
     def advance(self) -> None:
         """Progress all messages without waiting, and free the buffers of delivered ones."""
         self._comm.poke()
         for inbox in self._inboxes.values():
             inbox.advance()
-        for queue in self._outgoing.values():
-            while queue and all(handle.done for handle in queue[0]):
-                queue.popleft()
+        for key, queue in self._outgoing.items():
+            while queue and all(handle.done for handle in queue[0].handles):
+                self._end(*key, queue.popleft())
 
     def finish(self) -> None:
-        """Wait until all sent messages are delivered."""
-        for queue in self._outgoing.values():
+        """Wait until all sent messages are delivered.
+
+        errors   OperationError if a stage has changed an output before it was delivered, and if there was no
+                 gradient for a stage's only input in the whole pass, but zeros were sent
+        """
+        for key, queue in self._outgoing.items():
             while queue:
-                _wait_for(queue.popleft())
+                self._end(*key, queue.popleft())
+        for stage in sorted(self._changed):
+            raise OperationError(
+                f"stage {stage} returned a tensor that it changed in place before stage {stage + 1} had it, "
+                "in a later microbatch: let it return a clone()"
+            )
+        for stage, is_used in self._is_used.items():
+            if not is_used:
+                raise OperationError(
+                    f"no loss depends on what stage {stage} returns, as if stage {stage + 1} detached its "
+                    "input; without a gradient an optimizer would leave the weights before it as they are, "
+                    f"but with zeros it may not: freeze all stages up to {stage} by requires_grad_(False)"
+                )
 
     def _inbox(self, schedule: Schedule, boundary: int, direction: Direction) -> _Inbox:
         sender, receiver = (boundary, boundary + 1) if direction == "F" else (boundary + 1, boundary)
@@ -269,9 +320,11 @@ class Mailbox:
     def _is_local(self, boundary: int) -> bool:
         return self._home[boundary] == self._home[boundary + 1]
 
-    def _receive(self, boundary: int, direction: Direction, microbatch: int) -> tuple[Tensor, ...]:
+    def _receive(self, boundary: int, direction: Direction, microbatch: int) -> Tensors:
         if self._is_local(boundary):
-            return self._handed_over.pop((boundary, direction, microbatch))
+            sent = self._handed_over.pop((boundary, direction, microbatch))
+            self._end(boundary, direction, sent)
+            return sent.tensors
         return self._inboxes[boundary, direction].take(microbatch)
 
     def _send(
@@ -279,23 +332,31 @@ class Mailbox:
         boundary: int,
         direction: Direction,
         microbatch: int,
-        tensors: tuple[Tensor, ...],
-        spec: OutputSpec | None = None,
+        tensors: Tensors,
+        announcement: Octets | None,
     ) -> None:
         if self._is_local(boundary):
-            self._handed_over[boundary, direction, microbatch] = tensors
+            self._handed_over[boundary, direction, microbatch] = _Sent(tensors)
             return
         queue = self._outgoing[boundary, direction]
         while self._max_undelivered is not None and len(queue) >= self._max_undelivered:
-            _wait_for(queue.popleft())
+            self._end(boundary, direction, queue.popleft())
         to = self._home[boundary + 1 if direction == "F" else boundary]
         handles = []
-        if self._announces and direction == "F":
-            octets = _written(spec, boundary)
-            handles.append(self._comm.start_send(octets, to, _tag(boundary, "announcement")))
+        if announcement is not None:
+            handles.append(self._comm.start_send(announcement, to, _tag(boundary, "announcement")))
         tag = _tag(boundary, direction)
-        handles += [self._comm.start_send(each.contiguous(), to, tag) for each in tensors]
-        queue.append(handles)
+        tensors = tuple(each.contiguous() for each in tensors if each is not None)
+        handles += [self._comm.start_send(each, to, tag) for each in tensors]
+        queue.append(_Sent(tensors, handles))
+
+    def _announcement(self, spec: OutputSpec | None, boundary: int) -> Octets | None:
+        is_announced = self._announces and not self._is_local(boundary)
+        return _written(spec, boundary) if is_announced else None
+
+    def _end(self, boundary: int, direction: Direction, sent: _Sent) -> None:
+        if not sent.wait() and direction == "F":
+            self._changed.add(boundary)
 
 
 _TAGS = {"announcement": 0, "F": 1, "B": 2}
@@ -313,6 +374,11 @@ def _travelling(spec: OutputSpec | None, direction: Direction) -> tuple[TensorSp
 
 def _zeros(spec: OutputSpec | None, direction: Direction) -> tuple[Tensor, ...]:
     return tuple(each.zeros() for each in _travelling(spec, direction))
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Count the writes to a tensor's memory, in its views, too, as autograd does."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _wait_for(handles: Sequence[Handle]) -> None:

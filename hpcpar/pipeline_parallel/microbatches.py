@@ -41,11 +41,12 @@ def microbatches_of(batch: Any, count: int, what: str) -> list[Any]:
         return list(zip(*(_divided(each, count, what) for each in batch), strict=True))
     if isinstance(batch, Tensor):
         return list(_divided(batch, count, what))
-    found = "nothing" if batch is None else type(batch).__qualname__
+    found = "nothing; every rank may be given both" if batch is None else type(batch).__qualname__
     if isinstance(batch, tuple):
         found = f"({', '.join(type(each).__qualname__ for each in batch)})"
     raise OperationError(
-        f"{what}: expected a tensor or a tuple of tensors [B, …], or a list of microbatches, found {found}"
+        f"{what}: expected a tensor or a tuple of tensors [B, …], or a list of {count} microbatches, each an "
+        f"argument of the first stage or of the loss, or a tuple of the stage's arguments; found {found}"
     )
 
 

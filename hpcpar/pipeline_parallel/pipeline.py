@@ -15,9 +15,10 @@ parameter after its m-th gradient, in the cool-down. If it was made for one back
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -56,10 +57,12 @@ class Pipeline:
 
     stages     this rank's, by number
     schedule   rows of all ranks, equal on each
-    loss       (output of the last stage, target of the microbatch) -> a tensor of one number; None: the last
-               stage's output is the loss
+    loss       (output of the last stage, target of the microbatch) -> a tensor of one number, one of torch's
+               means for a schedule of one microbatch alone; None: the last stage's output is the loss. One
+               with parameters of its own is to be the nn.Module itself, so that they count in norms
     no_sync    context around actions whose gradients are not the last of a step: see `late_from`
     around     microbatch -> context around each of its actions
+    others     refused on every rank, as other keywords of `step` and `evaluate` are
     effect     parameters note that other stages are on other ranks of `comm`, so that norms are over all
     errors     MismatchError on every rank if schedules differ, ScheduleError if the schedule is wrong,
                PeerFailedError if a rank has other stages than its row
@@ -84,7 +87,9 @@ class Pipeline:
         loss: Loss | None = None,
         no_sync: NoSync = nullcontext,
         around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        **others: Any,
     ) -> None:
+        _require_kinds(schedule, comm)
         rows = " | ".join(" ".join(map(str, row)) for row in schedule.rows)
         require_same(comm, f"a pipeline by {schedule.name or 'a schedule'}: {rows}")
         prove(schedule)
@@ -94,19 +99,20 @@ class Pipeline:
                 f"{comm.size}: make it for {comm.size}"
             )
         with comm.together("making a pipeline"):
-            if tuple(sorted(stages)) != schedule.stages_of(comm.rank):
-                raise ScheduleError(
-                    f"rank {comm.rank} was given stages {_numbers(sorted(stages))}, but the schedule's row "
-                    f"for it has stages {_numbers(schedule.stages_of(comm.rank))}: give {{number: module}} "
-                    "for each of these"
+            if others:
+                raise OperationError(
+                    f"a pipeline has no {', '.join(others)}: make it by Pipeline(stages, schedule, comm, "
+                    "loss=...), of stages that are on their device, as by module.to(device)"
                 )
-            for number, stage in stages.items():
-                refuse_scripted(stage, f"give stage {number} without it")
+            _require_stages(stages, schedule.stages_of(comm.rank), comm.rank)
+            if loss is not None:
+                _require_loss(loss, schedule.microbatches)
         self.schedule = schedule
         self.comm = comm
         self.stages = {number: Stage(number, stages[number]) for number in sorted(stages)}
-        for stage in stages.values():
-            for parameter in stage.parameters():
+        also = [loss] if isinstance(loss, nn.Module) and comm.rank == self.last_rank else []
+        for module in [*stages.values(), *also]:
+            for parameter in module.parameters():
                 note_split_over(parameter, comm)
         self.peak_alive = 0
         self._loss = loss
@@ -127,22 +133,22 @@ class Pipeline:
         """Rank of the last stage, which gets the targets and has the losses."""
         return self.schedule.rank_of_stage[self.schedule.stages - 1]
 
-    def step(self, inputs: Any = None, targets: Any = None) -> Tensor | None:
+    def step(self, inputs: Any = None, targets: Any = None, **others: Any) -> Tensor | None:
         """Run forward and backward of all microbatches, by the schedule. Collective.
 
         inputs    for the first stage: a batch (a tensor, or a tuple of them, the stage's arguments), which is
                   divided along dim 0, or a list of microbatches; ignored on ranks without that stage
-        targets   for the last stage, divided alike; without use on other ranks, and without a `loss`
+        targets   for the last stage's `loss`, divided alike; without use on other ranks
         returns   losses [m] on the rank with the last stage, else None
         errors    PeerFailedError on every rank if a stage fails on any; MismatchError if another rank
                   evaluates, or if inputs and targets are batches of different lengths; in the first passes
                   also if targets on the rank with the first stage are others than those on the last
         """
         with torch.enable_grad():
-            results = self._pass("step", inputs, targets, with_loss=True)
+            results = self._pass("step", inputs, targets, others, with_loss=True)
         return None if results is None else torch.stack([loss.reshape(()) for loss in results])
 
-    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor | list[Any] | None:
+    def evaluate(self, inputs: Any = None, targets: Any = None, **others: Any) -> Tensor | list[Any] | None:
         """Run forward alone, on any number of microbatches. Collective.
 
         inputs, targets   as for `step`, but lists may have any length, equal for both
@@ -151,7 +157,7 @@ class Pipeline:
         """
         with_loss = targets is not None
         with torch.no_grad():
-            results = self._pass("evaluate", inputs, targets, with_loss=with_loss)
+            results = self._pass("evaluate", inputs, targets, others, with_loss=with_loss)
         if results is None or not with_loss:
             return results
         return torch.stack([loss.reshape(()) for loss in results])
@@ -177,7 +183,9 @@ class Pipeline:
         )
         return aligned.shifted(-aligned.origin_s)
 
-    def _pass(self, kind: str, inputs: Any, targets: Any, *, with_loss: bool) -> list[Any] | None:
+    def _pass(
+        self, kind: str, inputs: Any, targets: Any, others: Mapping[str, Any], *, with_loss: bool
+    ) -> list[Any] | None:
         has_first, has_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         batches: dict[str, Any] = {"inputs": inputs} if has_first else {}
         if has_last and with_loss and self._loss is not None:
@@ -185,22 +193,32 @@ class Pipeline:
         divided: dict[str, list[Any]] = {}
         length: int | None = None
         of_targets: int | None = None
-        error: Exception | None = None
+        description, error = "", None
         try:
+            if others:
+                raise OperationError(
+                    f"{kind} has no {', '.join(others)}: call {kind}(inputs, targets), where inputs may be a "
+                    "tuple of the first stage's arguments, in their order"
+                )
+            if has_last and targets is not None and self._loss is None:
+                raise OperationError(
+                    "targets were given, but the pipeline has no loss of them: make it by Pipeline(..., "
+                    "loss=lambda outputs, targets: ...), or leave them out if the last stage returns the loss"
+                )
             if self._unchecked > 0 and (has_first or "targets" in batches):
                 of_targets = checksum_of(targets)
             divided = {what: self._microbatches(kind, batch, what) for what, batch in batches.items()}
             length = _common_length(batches, divided)
+            description = self._description(divided.get("inputs", []))
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
-        own_inputs = divided.get("inputs", [])
         agreed = agree_on_pass(
             self.comm,
             kind,
             next((len(each) for each in divided.values()), None),
             length,
             of_targets,
-            self._description(own_inputs),
+            description,
             error,
         )
         self._unchecked -= 1
@@ -214,7 +232,9 @@ class Pipeline:
             max_undelivered=None if is_step else MAX_UNDELIVERED,
         )
         finish = self._finish(divided.get("targets", [])) if with_loss else None
-        executor = ScheduleExecutor(self.comm, schedule, self.stages, mailbox, own_inputs, finish)
+        executor = ScheduleExecutor(
+            self.comm, schedule, self.stages, mailbox, divided.get("inputs", []), finish
+        )
         modules = [stage.module for stage in self.stages.values()]
         with poking_between_layers(modules, self.comm.poke), adding_in_place(modules):
             executor.run(partial(self._around, schedule, is_step))
@@ -236,9 +256,9 @@ class Pipeline:
         """Describe everything on this rank that shapes and `requires_grad` of activations depend on."""
         modes = [
             (
-                stage.module.training,
+                [module.training for module in stage.module.modules()],
                 stage.autocast,
-                [(parameter.requires_grad, parameter.dtype) for parameter in stage.module.parameters()],
+                [(each.requires_grad, each.dtype) for each in stage.tensors()],
             )
             for stage in self.stages.values()
         ]
@@ -295,5 +315,65 @@ def _common_length(batches: dict[str, Any], divided: dict[str, list[Any]]) -> in
     return lengths[0] if lengths else None
 
 
-def _numbers(stages: Sequence[int]) -> str:
+def _require_kinds(schedule: Any, comm: Any) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"a pipeline by {schedule!r}, which is no Schedule: make one, such as hpcpar.pipeline_schedules."
+            "schedule_registry.make('1f1b', comm.size, microbatches=8)"
+        )
+    if not isinstance(comm, Communicator):
+        raise OperationError(
+            f"a pipeline over {comm!r}, which is no Communicator: give that of its ranks, such as mesh.pp of "
+            "mesh = hpcpar.Mesh(world, pp=2)"
+        )
+
+
+def _require_stages(stages: Any, wanted: Sequence[int], rank: int) -> None:
+    asked = (
+        f"the schedule's row for it has stages {_listed(wanted)}: give {{number: module}} for each of these"
+    )
+    if not isinstance(stages, Mapping):
+        raise ScheduleError(
+            f"rank {rank} was given a {type(stages).__qualname__} for stages, but {asked}, as in Pipeline("
+            f"{{{', '.join(f'{number}: nn.Sequential(*layers[a:b])' for number in wanted[:1])}}}, ...)"
+        )
+    if set(stages) != set(wanted):
+        raise ScheduleError(f"rank {rank} was given stages {_listed(stages)}, but {asked}")
+    for number, stage in stages.items():
+        if not isinstance(stage, nn.Module):
+            raise ScheduleError(
+                f"stage {number} is a {type(stage).__qualname__}: give an nn.Module, such as an nn.Sequential"
+                " of several ones, or one whose forward calls a function"
+            )
+        refuse_scripted(stage, f"give stage {number} without it")
+
+
+def _require_loss(loss: Any, microbatches: int) -> None:
+    """Check that a loss takes (output, target), and is not the mean over one microbatch of several."""
+    try:
+        if isinstance(loss, type):
+            raise TypeError("a class, of which it takes an instance")
+        signature = inspect.signature(loss)
+        signature.bind(None, None)
+    except TypeError as error:
+        raise OperationError(
+            f"loss={loss!r} is not called with the output of the last stage and the target of a microbatch "
+            f"({error}): give such a function, such as lambda outputs, targets: ..."
+        ) from error
+    except ValueError:  # a function of C, which does not tell
+        return
+    reduction = getattr(loss, "reduction", None)
+    function = loss.func if isinstance(loss, partial) else loss
+    if getattr(function, "__module__", "") == "torch.nn.functional" and "reduction" in signature.parameters:
+        reduction = signature.parameters["reduction"].default
+    if reduction == "mean" and microbatches > 1:
+        name = getattr(function, "__name__", type(loss).__name__)
+        raise OperationError(
+            f"{name} is the mean over one of {microbatches} microbatches, but gradients are those of the sum "
+            f"of their losses, {microbatches} times those of the whole batch's mean: pass "
+            f"loss=lambda outputs, targets: {name}(outputs, targets) / {microbatches}"
+        )
+
+
+def _listed(stages: Iterable[object]) -> str:
     return ", ".join(map(repr, stages)) or "none"

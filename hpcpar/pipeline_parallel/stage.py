@@ -26,19 +26,22 @@ from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, Tensors, as_tensors
 LEAF_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
 """Text of torch's error for a stage that changes its input, or a view of it."""
 
+SAVED_IN_PLACE = "has been modified by an inplace operation"
+"""Text of torch's error for a saved tensor that was changed before its backward."""
+
 
 @dataclass
 class _MicrobatchState:
     """State of one microbatch between its forward and the end of its backward.
 
     inputs     inputs that require a gradient
-    root       scalar whose backward starts that of all outputs; None if no output requires a gradient
-    gradients  gradients of the differentiable outputs, put here before the root's backward
+    roots      a scalar for each differentiable output, whose backward passes on the gradient of that output
+    gradients  gradients of the differentiable outputs, put here before the roots' backward
     """
 
     inputs: tuple[Tensor, ...]
-    root: Tensor | None
-    gradients: list[Tensor]
+    roots: tuple[Tensor, ...]
+    gradients: list[Tensor | None]
     deferred: DeferredGradients | None
 
 
@@ -58,9 +61,14 @@ class Stage:
     @property
     def device(self) -> torch.device:
         """Device of its inputs: that of its first parameter, or buffer."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
+        for tensor in self.tensors():
             return tensor.device
         return torch.device("cpu")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the module's parameters and buffers."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -95,10 +103,10 @@ class Stage:
             _require_scalar(output, microbatch)
         if torch.is_grad_enabled():
             outputs = as_tensors(output, f"stage {self.number}")
-            gradients = [] if loss is None else [torch.ones_like(output)]
+            gradients: list[Tensor | None] = [] if loss is None else [torch.ones_like(output)]
             self._states[microbatch] = _MicrobatchState(
                 () if spec is None else _differentiable(leaves),
-                _root(gradients, _differentiable(outputs)),
+                _roots(gradients, _differentiable(outputs)),
                 gradients,
                 deferred,
             )
@@ -116,17 +124,35 @@ class Stage:
                 "layer, or cut the model elsewhere"
             ) from error
 
-    def backward(self, microbatch: int, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Compute the gradients of the differentiable inputs; zeros if no output depends on one.
+    def apart(self, output: Any) -> Tensors:
+        """Return an output as tensors for the next stage, with copies of what lies in the module's memory.
 
-        gradients   of the differentiable outputs; none for a loss
-        errors      OperationError if torch's checkpoint cannot recompute what a split forward has saved
+        The module may write to a buffer, or to a tensor in an attribute, in the next microbatch already,
+        while in one process the next stage computes first.
+        errors   BufferTypeError as `as_tensors`
+        """
+        tensors = as_tensors(output, f"stage {self.number}")
+        # What an operation has made anew, and nobody has written to, is no buffer.
+        if all(each is None or (each.grad_fn is not None and not each._version) for each in tensors):
+            return tensors
+        held = set(_memory_of(self.module))
+        return tuple(each if each is None or _address(each) not in held else each.clone() for each in tensors)
+
+    def backward(self, microbatch: int, gradients: Iterable[Tensor | None]) -> Tensors:
+        """Compute the gradients of the differentiable inputs; None if no output that is used depends on one.
+
+        gradients   of the differentiable outputs, None for those that are not used; none for a loss
+        errors      OperationError if torch's checkpoint cannot recompute what a split forward has saved, and
+                    if a later microbatch has changed in place what autograd has saved
         """
         state = self._states[microbatch]
         state.gradients.extend(gradients)
-        if state.root is not None:
+        # As in one process, autograd does not come by what no gradient comes to: zeros would be another thing
+        # to an optimizer with momentum or weight decay.
+        given = [root for root, each in zip(state.roots, state.gradients, strict=True) if each is not None]
+        if given:
             try:
-                state.root.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(given)
             except CheckpointError as error:
                 if state.deferred is None:
                     raise
@@ -136,8 +162,17 @@ class Stage:
                     "hpcpar.autograd.recompute(function, *tensors) in its place, pass use_reentrant=True, or "
                     "take a schedule without W, such as 1f1b or interleaved"
                 ) from error
-        found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in state.inputs)
-        state.inputs, state.root = (), None
+            except RuntimeError as error:
+                if SAVED_IN_PLACE not in str(error):
+                    raise
+                raise OperationError(
+                    f"stage {self.number} changes in place what the backward of an earlier microbatch needs "
+                    f"({error}): let its forward compute with a clone() of it, or take the schedule naive, "
+                    "which has one microbatch at a time"
+                ) from error
+        # A sparse embedding of an input gives it a sparse gradient.
+        found = tuple(None if x.grad is None else x.grad.to_dense() for x in state.inputs)
+        state.inputs, state.roots = (), ()
         state.gradients.clear()
         if state.deferred is None:
             del self._states[microbatch]
@@ -168,13 +203,34 @@ def _require_scalar(loss: Any, microbatch: int) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__qualname__
         raise OperationError(
-            f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}"
+            f"the loss of microbatch {microbatch} must be a tensor of one number, not {found}: return such a "
+            "one from the function that is passed to the Pipeline as loss=, or without it from the last stage"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise OperationError(
             f"the loss of microbatch {microbatch} requires no gradient, so that nothing would be "
             "learnt: make it of the last stage's output, without detach() or inference_mode()"
         )
+
+
+def _memory_of(module: nn.Module) -> Iterator[int]:
+    """Yield where the tensors are that a module keeps: buffers, attributes, and lists and dicts of them."""
+    for layer in module.modules():
+        for name, attribute in vars(layer).items():
+            if name in _OF_TORCH:
+                continue
+            values = attribute.values() if isinstance(attribute, dict) else attribute
+            for each in values if isinstance(attribute, (dict, list, tuple)) else [attribute]:
+                if type(each) is Tensor and each.layout is torch.strided:
+                    yield _address(each)
+
+
+_OF_TORCH = vars(nn.Module()).keys() - {"_buffers"}
+"""Attributes of every module: its parameters, layers and hooks."""
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _differentiable(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -189,23 +245,20 @@ def _leaves(inputs: Sequence[Any], spec: OutputSpec) -> Tensors:
 
 
 class _Root(torch.autograd.Function):
-    """Scalar in place of several outputs: its backward passes each of them its received gradient."""
+    """Scalar in place of an output: its backward passes on the gradient that has been received."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, gradients: list[Tensor | None], place: int, output: Tensor) -> Tensor:
+        ctx.gradients, ctx.place = gradients, place
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.gradients)
+        return None, None, ctx.gradients[ctx.place]
 
 
-def _root(gradients: list[Tensor], outputs: Sequence[Tensor]) -> Tensor | None:
-    if not outputs:
-        return None
-    root: Tensor = _Root.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
-    return root
+def _roots(gradients: list[Tensor | None], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(_Root.apply(gradients, place, output) for place, output in enumerate(outputs))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

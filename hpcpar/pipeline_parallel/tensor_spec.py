@@ -71,10 +71,14 @@ def as_tensors(output: Any, whose: str) -> Tensors:
     for place, each in enumerate(outputs):
         if each is None:
             continue
-        if not isinstance(each, Tensor):
+        kind = type(each).__qualname__
+        if isinstance(each, Tensor) and each.is_nested:
+            kind = "nested tensor"
+        # A tensor that holds others, such as a DTensor, has no elements of its own.
+        if not isinstance(each, Tensor) or each.is_nested or hasattr(each, "__tensor_flatten__"):
             raise BufferTypeError(
-                f"{whose} returned a {type(each).__qualname__} at place {place} of {len(outputs)}; between "
-                "stages go tensors and None: make a tensor of it, or give it to the next stage from the start"
+                f"{whose} returned a {kind} at place {place} of {len(outputs)}; between stages go plain "
+                "tensors and None: make one of it, or give it to the next stage from the start"
             )
         dtype = str(each.dtype).removeprefix("torch.")
         if each.layout is not torch.strided or each.is_meta or dtype not in DTYPES:

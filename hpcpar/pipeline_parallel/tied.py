@@ -19,7 +19,7 @@ from torch import nn
 
 from hpcpar.autograd.checksum import checksum
 from hpcpar.comm.agree import is_same_everywhere
-from hpcpar.errors import MismatchError
+from hpcpar.errors import MismatchError, OperationError
 from hpcpar.parameter_info import info_of, note
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ class TiedWeights:
     """
 
     def __init__(self, comm: Communicator, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        with comm.together("tying weights"):
+            if not isinstance(parameters, Mapping) or not all(
+                own is None or isinstance(own, nn.Parameter) for own in parameters.values()
+            ):
+                raise OperationError(
+                    f"tied weights: expected {{name: nn.Parameter, or None}}, found {parameters!r:.80}; give "
+                    '{"embedding": embedding.weight} on a rank that has a copy, else {"embedding": None}'
+                )
         self._rank = comm.rank
         self._own = {name: own for name, own in parameters.items() if own is not None}
         specs = {
@@ -77,13 +85,20 @@ class TiedWeights:
 
         cost     2(n - 1)/n·S sent by each of n holders for S bytes, of the whole or of a shard: S for two;
                  and one byte of agreement, in the first call 32 more
-        errors   MismatchError on every holder, in the first call, if the copies have different values
+        errors   MismatchError on every holder if some are frozen, and, in the first call, if the copies have
+                 different values
         """
         for name, comm in self.comms.items():
             own = self._own[name]
             self._require_equal(name, own, comm)
-            found = np.array([own.grad is not None], dtype=np.uint8)
-            if not comm.unchecked("agreement").allreduce(found, "or")[0]:
+            found = np.array([(own.grad is not None) | (2 << own.requires_grad)], dtype=np.uint8)
+            told = comm.unchecked("agreement").allreduce(found, "or")[0]
+            if told & 2 and told & 4:
+                raise MismatchError(
+                    f"{name} is frozen on some of ranks {', '.join(map(str, self.holders[name]))}, and its "
+                    "copies on others would change alone: call requires_grad_() alike on all of them"
+                )
+            if not told & 1:
                 continue
             if own.grad is None:
                 own.grad = torch.zeros_like(own)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from hpcpar.errors import ScheduleError, did_you_mean
@@ -100,9 +101,12 @@ def make(
     errors            ScheduleError for an unknown name, and for options that the method does not allow
     """
     method = find(name)
-    for what, count in (("ranks", ranks), ("microbatches", microbatches), ("memory_limit", memory_limit)):
-        if count is not None and count < 1:
-            raise ScheduleError(f"{name} with {what} {count}: there must be at least 1")
+    counts: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches}
+    if memory_limit is not None:
+        counts["memory_limit"] = memory_limit
+    for what, count in counts.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ScheduleError(f"{name} with {what} {count!r}: give an integer, at least 1")
     if method.timed and durations is None:
         raise ScheduleError(
             f"{name} is made for given durations, but has none: pass durations=Durations(...)"
@@ -117,7 +121,7 @@ def make(
 def find(name: str) -> Method:
     """Look a method up; ScheduleError with similar names if there is none."""
     if name not in METHODS:
-        hint = did_you_mean(name.lower().replace("_", "-"), METHODS)
+        hint = did_you_mean(str(name).lower().replace("_", "-"), METHODS)
         raise ScheduleError(f"no pipeline schedule {name!r}: {hint}there are {', '.join(METHODS)}")
     return METHODS[name]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
-from hpcpar.errors import MismatchError
+from hpcpar.errors import MismatchError, OperationError
 from hpcpar.pipeline_parallel.executor import forward_only
 from hpcpar.pipeline_parallel.mailbox import ANNOUNCEMENT_NBYTES, Mailbox, _tag
 from hpcpar.pipeline_parallel.tensor_spec import OutputSpec, TensorSpec, spec_of
@@ -136,7 +136,7 @@ def test_one_receive_is_posted_ahead_in_each_direction():
     assert ahead == {0: [1, 1, 1, 1, 1, 0], 1: [1, 1, 1, 1, 0, 0]}
 
 
-def test_sends_are_held_until_delivered_and_then_let_go():
+def test_sends_are_held_until_delivered_and_then_let_go_if_nobody_has_changed_them():
     def on_rank(comm: Communicator) -> list[int]:
         schedule = by_rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
         box = mailbox(comm, schedule, specs(schedule))
@@ -147,6 +147,8 @@ def test_sends_are_held_until_delivered_and_then_let_go():
                 box.send_activation(0, microbatch, spec_of(made), made)
             box.advance()
             held.append(sum(map(len, box._outgoing.values())))
+            with torch.no_grad():
+                made[0][0] += 1
         comm.barrier()
         if comm.rank == 1:
             for microbatch in (0, 1):
@@ -156,6 +158,8 @@ def test_sends_are_held_until_delivered_and_then_let_go():
         if comm.rank == 0:
             box.advance()
             held.append(sum(map(len, box._outgoing.values())))
+            with pytest.raises(OperationError, match="stage 0 returned a tensor that it changed in place"):
+                box.finish()
         return held
 
     assert run(2, on_rank)[0] == [2, 0]

@@ -23,7 +23,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator, Trace
 from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.errors import MismatchError, PeerFailedError, ScheduleError
+from hpcpar.errors import MismatchError, OperationError, PeerFailedError, ScheduleError
 from hpcpar.mesh import Mesh
 from hpcpar.pipeline_parallel.executor import StageError
 from hpcpar.pipeline_parallel.pipeline import Pipeline, late_from
@@ -210,55 +210,166 @@ def test_one_rank_with_all_stages_follows_one_process():
 
 
 class Branching(nn.Module):
-    """(x, None, mask, unused) -> the same; gradients for x only reach the first stage, unused has none."""
+    """(x, None, mask, side) -> the same; the next stage ignores side, whose gradient is the loss's alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.never = nn.Linear(WIDTH, WIDTH)
+        self.aside = nn.Linear(WIDTH, WIDTH)
 
-    def forward(
-        self, x: Tensor, none: None, mask: Tensor, unused: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(self, x: Tensor, none: None, mask: Tensor, side: Tensor | None) -> tuple[Tensor | None, ...]:
         assert none is None
         x = torch.tanh(self.linear(x)) * mask
-        return x, None, mask, x.exp()
+        return x, None, mask, self.aside(x)
 
 
-def masked_loss(output: tuple[Tensor | None, ...], target: Tensor) -> Tensor:
-    assert output[0] is not None
-    return summed(output[0], target)
+def branching_loss(output: tuple[Tensor, ...], target: tuple[Tensor, bool]) -> Tensor:
+    wanted, is_aside_used = target
+    return summed(output[0], wanted) + (output[3].sum() if is_aside_used else 0.0)
 
 
-@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, V], ids=["1f1b", "v"])
-def test_tuples_none_and_masks_go_through_and_unused_outputs_have_zero_gradients(schedule):
+def branching_gradients(
+    comm: Communicator, schedule: Schedule, aside: int | None
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Those of this rank's stages, and those of one process: the second of two steps."""
     count = schedule.microbatches
     inputs, targets = batch(0, count)
     mask = (torch.arange(2 * count * WIDTH).view(2 * count, WIDTH) % 3 > 0).to(torch.int64)
     given = [(x, None, m, None) for x, m in zip(inputs.chunk(count), mask.chunk(count), strict=True)]
-
+    wanted = [(target, number == aside) for number, target in enumerate(targets.chunk(count))]
     whole = layers(schedule.stages, Branching)
-    total = torch.zeros((), dtype=torch.float64)
-    for arguments, target in zip(given, targets.chunk(count), strict=True):
+    for arguments, target in zip(given, wanted, strict=True):
         output: Any = arguments
         for layer in whole:
             output = layer(*output)
-        total = total + masked_loss(output, target)
-    total.backward()
+        branching_loss(output, target).backward()
+    stages = own_stages(schedule, comm.rank, Branching)
+    pipeline = Pipeline(stages, schedule, comm, loss=branching_loss)
+    for _ in range(2):  # announced, then known
+        for module in stages.values():
+            module.zero_grad()
+        pipeline.step(given, wanted)
+    truth = named_parameters({number: whole[number] for number in stages})
+    return (
+        {name: parameter.grad for name, parameter in named_parameters(stages).items()},
+        {name: parameter.grad for name, parameter in truth.items()},
+    )
 
-    def on_rank(comm: Communicator) -> dict[int, Tensor]:
-        stages = own_stages(schedule, comm.rank, Branching)
-        pipeline = Pipeline(stages, schedule, comm, loss=masked_loss)
-        for _ in range(2):  # announced, then known
-            for module in stages.values():
-                module.zero_grad()
-            pipeline.step(given, list(targets.chunk(count)))
-        assert all(module.never.weight.grad is None for module in stages.values())
-        return {number: module.linear.weight.grad for number, module in stages.items()}
 
-    found = {number: grad for each in run(schedule.ranks, on_rank) for number, grad in each.items()}
-    truth = {number: layer.linear.weight.grad for number, layer in enumerate(whole)}
+@pytest.mark.parametrize("aside", [None, 1], ids=["ignored", "used by a microbatch"])
+@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, V, SPLIT], ids=["1f1b", "v", "split"])
+def test_tuples_none_and_masks_go_through_and_what_is_not_used_has_no_gradient(schedule, aside):
+    """Zeros in its place would let an optimizer with weight decay or momentum change the weights."""
+    results = run(schedule.ranks, lambda comm: branching_gradients(comm, schedule, aside))
+    for found, truth in results:
+        torch.testing.assert_close(found, truth, rtol=TOLERANCE, atol=TOLERANCE)
+    without = [name for found, _ in results for name, gradient in found.items() if gradient is None]
+    last = schedule.stages - 1
+    assert sorted(without) == sorted(
+        f"{stage}.aside.{name}"
+        for stage in range(schedule.stages)
+        for name in ("weight", "bias")
+        if stage < last or aside is None
+    )
+
+
+@pytest.mark.parametrize("ends", [(0,), (0, 1, 2)], ids=["one microbatch", "every microbatch"])
+def test_a_stage_may_do_without_its_only_input_but_not_in_every_microbatch(ends):
+    """Zeros for some microbatches add nothing; with nothing else, one process would have no gradient."""
+
+    def loss(output: Tensor, target: tuple[Tensor, bool]) -> Tensor:
+        wanted, is_end = target
+        return output.new_zeros((), requires_grad=True) if is_end else summed(output, wanted)
+
+    def on_rank(comm: Communicator) -> Any:
+        stages = own_stages(ONE_F_ONE_B, comm.rank)
+        pipeline = Pipeline(stages, ONE_F_ONE_B, comm, loss=loss)
+        x, y = batch(0, 3)
+        targets = [(part, number in ends) for number, part in enumerate(y.chunk(3))]
+        if len(ends) == 3:
+            return caught(lambda: pipeline.step(x, targets), PeerFailedError)
+        pipeline.step(x, targets)
+        return {name: parameter.grad for name, parameter in named_parameters(stages).items()}
+
+    results = run(2, on_rank)
+    if len(ends) == 3:
+        told = "rank 1: OperationError: no loss depends on what stage 0 returns"
+        assert all(told in each and "freeze all stages up to 0" in each for each in results)
+        return
+    whole = dict(enumerate(layers(2)))
+    x, y = batch(0, 3)
+    summed(nn.Sequential(*whole.values())(x[2:]), y[2:]).backward()
+    truth = {name: parameter.grad for name, parameter in named_parameters(whole).items()}
+    torch.testing.assert_close(results[0] | results[1], truth, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_stage_that_changes_an_output_which_lies_elsewhere_is_told_to_return_a_copy():
+    stages = dict(enumerate(layers(2, Counting)))
+    for module in stages.values():
+        module.returned = "hidden"
+    schedule = by_rows("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1")
+    pipeline = Pipeline(stages, schedule, Communicator.alone(), loss=counted_loss)
+    with pytest.raises(
+        OperationError, match=r"stage 0 returned a tensor that it changed .*: let it return a"
+    ):
+        pipeline.step(*batch(0, 2))
+
+
+class Counting(nn.Module):
+    """(x, count) -> (linear(x) times the count of the stage before, own count), changed in place by 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("buffer", torch.zeros(1 << 16))
+        self.attributes = [self.buffer.clone()]
+        self.hidden = SimpleNamespace(tensor=self.buffer.clone())
+        self.returned = "buffer"
+
+    def forward(self, x: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        kept = {"buffer": self.buffer, "list": self.attributes[0], "hidden": self.hidden.tensor}
+        own = kept[self.returned]
+        with torch.no_grad():
+            own += 1
+        return self.linear(x if count is None else x * count[0].item()), own[1:]
+
+
+def counted_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return summed(output[0] * output[1][0].item(), target)
+
+
+@pytest.mark.parametrize("returned", ["buffer", "list"])
+@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, LOOP, V], ids=["1f1b", "loop", "v"])
+def test_a_tensor_that_a_stage_changes_in_the_next_microbatch_goes_on_as_it_was(schedule, returned):
+    def made() -> nn.Module:
+        module = Counting()
+        module.returned = returned
+        return module
+
+    def on_rank(comm: Communicator) -> Any:
+        stages = own_stages(schedule, comm.rank, made)
+        pipeline = Pipeline(stages, schedule, comm, loss=counted_loss)
+        pipeline.step(*batch(0, schedule.microbatches))
+        x, y = batch(1, 4)
+        losses = pipeline.evaluate(list(x.chunk(4)), list(y.chunk(4)))
+        return {name: each.grad for name, each in named_parameters(stages).items()}, losses
+
+    results = run(2, on_rank)
+    whole = dict(enumerate(layers(schedule.stages, made)))
+    losses = []
+    for number, count in ((0, schedule.microbatches), (1, 4)):
+        for x, y in zip(*(part.chunk(count) for part in batch(number, count)), strict=True):
+            output: Any = (x,)
+            for layer in whole.values():
+                output = layer(*output)
+            losses.append(counted_loss(output, y))
+            if not number:
+                losses.pop().backward()
+    truth = {name: each.grad for name, each in named_parameters(whole).items()}
+    found = {name: each for gradients, _ in results for name, each in gradients.items()}
     torch.testing.assert_close(found, truth, rtol=TOLERANCE, atol=TOLERANCE)
+    evaluated = results[schedule.rank_of_stage[schedule.stages - 1]][1]
+    torch.testing.assert_close(evaluated, torch.stack(losses).detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_no_gradients_are_sent_towards_frozen_stages():
@@ -344,6 +455,35 @@ def test_inputs_of_the_same_shapes_may_go_on_as_other_types():
     assert run(2, on_rank)[1] == [torch.float32, torch.bfloat16, torch.float64]
 
 
+def test_layers_may_change_their_modes_and_buffers_their_types_one_by_one():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.0)
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            x = x.to(self.scale.dtype) * self.scale
+            return x, self.dropout(x) if self.dropout.training else None
+
+    class Pass(nn.Module):
+        def forward(self, *outputs: Tensor | None) -> list[Any]:
+            return [each if each is None else each.dtype for each in outputs]
+
+    def on_rank(comm: Communicator) -> list[Any]:
+        stage = Pass() if comm.rank else Mixed()
+        pipeline = Pipeline({comm.rank: stage}, ONE_F_ONE_B, comm)
+        outputs = [pipeline.evaluate(batch(0, 3)[0])]
+        for change in (lambda: stage.dropout.eval(), stage.double):
+            if not comm.rank:
+                change()
+            outputs.append(pipeline.evaluate(batch(0, 3)[0]))
+        return [each[0] for each in outputs if each is not None]
+
+    single, double = torch.float32, torch.float64
+    assert run(2, on_rank)[1] == [[single, single], [single, None], [double, None]]
+
+
 @pytest.mark.parametrize("schedule", [ONE_F_ONE_B, LOOP, V], ids=["1f1b", "loop", "v"])
 def test_evaluation_takes_any_number_of_microbatches_and_keeps_no_graph(schedule):
     def on_rank(comm: Communicator) -> list[Any]:
@@ -403,6 +543,40 @@ def test_without_a_loss_the_last_stage_gives_it():
 
     x, _ = batch(0, 3)
     assert run(2, on_rank)[1].sum().item() == pytest.approx(layers(1)[0](x).square().sum().item())
+
+
+@pytest.mark.parametrize("schedule", [SPLIT, V], ids=["split", "v"])
+def test_a_loss_with_weights_of_its_own_counts_in_the_norm_of_all_stages(schedule):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return summed(output * self.scale, target)
+
+    def clipped(named: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        norm = nn.utils.clip_grad_norm_(named.values(), 0.1)
+        return norm, {name: parameter.grad for name, parameter in named.items()}
+
+    count = schedule.microbatches
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, dict[str, Tensor | None]]:
+        stages, loss = own_stages(schedule, comm.rank), Scaled()
+        pipeline = Pipeline(stages, schedule, comm, loss=loss)
+        pipeline.step(*batch(0, count))
+        with_loss = {-1: loss} if comm.rank == pipeline.last_rank else {}
+        return clipped(named_parameters(stages | with_loss))
+
+    whole, loss = layers(schedule.stages), Scaled()
+    x, y = batch(0, count)
+    loss(nn.Sequential(*whole)(x), y).backward()
+    norm, truth = clipped(named_parameters(dict(enumerate(whole)) | {-1: loss}))
+    results = run(2, on_rank)
+    for found, _ in results:
+        torch.testing.assert_close(found.double(), norm.double(), rtol=TOLERANCE, atol=0)
+    joined = results[0][1] | results[1][1]
+    torch.testing.assert_close(joined, truth, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # --- memory --------------------------------------------------------------------------------------------
@@ -661,9 +835,90 @@ def test_stages_and_ranks_that_do_not_fit_the_schedule_are_refused_on_all_ranks(
         assert "has 1 ranks, but communicator 'world' 2" in ranks
 
 
+BAD_ARGUMENTS = {
+    "module": (
+        {"stages": nn.Sequential(Layer())},
+        "was given a Sequential for stages",
+        "Pipeline({1: nn.Seq",
+    ),
+    "list": ({"stages": [Layer()]}, "was given a list for stages", "give {number: module}"),
+    "number": ({"loss": 3}, "loss=3 is not called", "give such a function"),
+    "class": ({"loss": nn.MSELoss}, "a class, of which it takes an instance", "give such a function"),
+    "one argument": ({"loss": lambda output: output.sum()}, "too many positional", "give such a function"),
+    "mean": ({"loss": nn.MSELoss()}, "MSELoss is the mean over one of 3", "MSELoss(outputs, targets) / 3"),
+    "mean of a function": ({"loss": functional.mse_loss}, "mse_loss is the mean", "(outputs, targets) / 3"),
+    "mean of a partial": ({"loss": partial(functional.mse_loss)}, "mse_loss is the mean", "targets) / 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_what_makes_no_pipeline_is_refused_on_all_ranks_with_what_does(name):
+    asked, found, advice = BAD_ARGUMENTS[name]
+
+    def on_rank(comm: Communicator) -> str:
+        stages = asked.get("stages", {comm.rank: Layer()})
+        loss = asked.get("loss", summed)
+        return caught(lambda: Pipeline(stages, ONE_F_ONE_B, comm, loss=loss), PeerFailedError)
+
+    for told in run(2, on_rank):
+        assert found in told
+        assert advice in told
+
+
+def test_a_stage_that_is_no_module_a_schedules_name_and_no_communicator_are_refused():
+    alone = Communicator.alone()
+    with pytest.raises(ScheduleError, match=r"stage 0 is a function: give an nn.Module"):
+        Pipeline({0: summed}, by_rows("0F0 0B0"), alone)  # type: ignore[dict-item]
+    with pytest.raises(ScheduleError, match=r"a pipeline by 'zb-v', .*schedule_registry.make\('1f1b'"):
+        Pipeline({0: Layer()}, "zb-v", alone)  # type: ignore[arg-type]
+    with pytest.raises(OperationError, match=r"a pipeline over None, .* such as mesh.pp"):
+        Pipeline({0: Layer()}, by_rows("0F0 0B0"), None)  # type: ignore[arg-type]
+
+
+def test_keywords_that_there_are_not_are_refused_on_all_ranks_though_one_alone_has_them():
+    def on_rank(comm: Communicator) -> list[str]:
+        stages = own_stages(ONE_F_ONE_B, comm.rank)
+        device = {"device": "cpu"} if comm.rank else {}
+        made = caught(lambda: Pipeline(stages, ONE_F_ONE_B, comm, loss=summed, **device), PeerFailedError)
+        pipeline = Pipeline(stages, ONE_F_ONE_B, comm, loss=summed)
+        x, y = batch(0, 3)
+        given = {"target": y} if comm.rank else {"inputs": x}
+        calls = (pipeline.step, pipeline.evaluate)
+        return [made, *(caught(lambda call=call: call(**given), PeerFailedError) for call in calls)]
+
+    for made, *passes in run(2, on_rank):
+        assert "rank 1: OperationError: a pipeline has no device: make it by Pipeline(stages," in made
+        assert all("has no target: call" in each and "(inputs, targets), where" in each for each in passes)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), functional.mse_loss])
+def test_a_mean_may_be_the_loss_of_a_schedule_of_one_microbatch(loss):
+    x, y = batch(0, 1)
+    layer = layers(1)[0]
+    losses = Pipeline({0: layer}, by_rows("0F0 0B0"), Communicator.alone(), loss=loss).step(x, y)
+    torch.testing.assert_close(losses, loss(layer(x), y).detach()[None])
+
+
+def test_targets_without_a_loss_are_refused_on_all_ranks():
+    def on_rank(comm: Communicator) -> list[str]:
+        pipeline = Pipeline(own_stages(ONE_F_ONE_B, comm.rank), ONE_F_ONE_B, comm)
+        calls = (pipeline.step, pipeline.evaluate)
+        return [caught(lambda call=call: call(*batch(0, 3)), PeerFailedError) for call in calls]
+
+    for told in run(2, on_rank):
+        assert all("targets were given, but the pipeline has no loss" in each for each in told)
+
+
+class Unreadable(dict[str, Tensor]):
+    def items(self) -> Any:
+        raise KeyError("the planted fault")
+
+
 BAD_BATCHES = {
+    "unreadable": (lambda: ([Unreadable()] * 3, batch(0, 3)[1]), "KeyError: 'the planted fault'"),
+    "dict": (lambda: ({"x": batch(0, 3)[0]}, batch(0, 3)[1]), "of the stage's arguments; found dict"),
     "does not divide": (lambda: (batch(0, 3)[0][:5], batch(0, 3)[1]), "a batch of 5 does not divide into 3"),
-    "nothing": (lambda: (None, batch(0, 3)[1]), "inputs: expected a tensor or a tuple of tensors"),
+    "nothing": (lambda: (None, batch(0, 3)[1]), "found nothing; every rank may be given both"),
     "tuple": (lambda: ((batch(0, 3)[0], None), batch(0, 3)[1]), "found (Tensor, NoneType)"),
     "targets": (lambda: (batch(0, 3)[0], "abc"), "targets: expected a tensor or a tuple"),
     "list": (lambda: ([batch(0, 3)[0]], batch(0, 3)[1]), "inputs: a list of 1 microbatches was given"),
@@ -757,7 +1012,8 @@ def test_a_loss_that_is_not_one_number_is_named():
         return caught(lambda: pipeline.step(*batch(0, 3)), PeerFailedError)
 
     assert all(
-        "1F0: OperationError: the loss of microbatch 0 must be a tensor of one number" in t
+        "1F0: OperationError: the loss of microbatch 0 must be a tensor of one number, not [2, 4]: return"
+        in t
         for t in run(2, on_rank)
     )
 
@@ -931,6 +1187,13 @@ def test_over_mpi_a_pipeline_follows_one_process(any_world):
     courses = any_world.allgather_object(found)
     require_same(courses, serial(any_world.size, 4), schedule)
     assert peak == peak_chunks(schedule)[any_world.rank]
+
+
+@pytest.mark.mpi
+def test_over_mpi_what_is_not_used_has_no_gradient(any_world):
+    schedule = in_line(any_world.size, 2)
+    found, truth = branching_gradients(any_world, schedule, 1)
+    torch.testing.assert_close(found, truth, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -174,6 +174,21 @@ def test_a_parameter_that_is_changed_in_place_keeps_torchs_words_where_no_input_
         Stage(0, Scales(3, 2).double()).forward(0, (drawn(2, 3),), None)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_stage_that_changes_what_an_earlier_microbatch_needs_is_told_what_to_do(split):
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.factor = self.factor.mul_(2) if hasattr(self, "factor") else torch.ones_like(self.bias)
+            return super().forward(x) * self.factor
+
+    own = Stage(1, Growing(3, 2).double())
+    for microbatch in (0, 1):
+        own.forward(microbatch, (drawn(2, 3),), WITH_GRADIENT, split=split)
+    with pytest.raises(OperationError, match=r"stage 1 changes in place what .*: .* a clone\(\) of it, or"):
+        own.backward(0, (drawn(2, 2),))
+
+
 class Pair(nn.Module):
     """(x, y, indices, None) -> (x passed through, 2x, indices, no y)."""
 
@@ -182,15 +197,31 @@ class Pair(nn.Module):
         return x, 2 * x, indices, y.detach()
 
 
-def test_gradients_of_several_outputs_meet_and_inputs_that_nothing_depends_on_have_zeros():
+def test_gradients_of_several_outputs_meet_and_what_nothing_that_is_used_depends_on_has_none():
     own = Stage(1, Pair())
     x, y, indices = drawn(2, 3), drawn(4), torch.arange(3)
     spec = spec_of((x.requires_grad_(), y.requires_grad_(), indices, None))
     outputs = as_tensors(own.forward(0, (x.detach(), y.detach(), indices, None), spec), "stage 1")
     assert [each.requires_grad for each in spec_of(outputs).present] == [True, True, False, False]
-    of_x, of_y = own.backward(0, (torch.full((2, 3), 10.0).double(), torch.ones(2, 3).double()))
+    tens, ones = torch.full((2, 3), 10.0).double(), torch.ones(2, 3).double()
+    of_x, of_y = own.backward(0, (tens, ones))
     assert of_x.tolist() == [[12.0] * 3] * 2
-    assert of_y.tolist() == [0.0] * 4
+    assert of_y is None
+    for gradients, of_each in (((None, ones), 2.0), ((None, None), None)):
+        own.forward(1, (x.detach(), y.detach(), indices, None), spec)
+        of_x, _ = own.backward(1, gradients)
+        assert (of_x is None) if of_each is None else of_x.eq(of_each).all()
+
+
+def test_the_gradient_of_an_input_is_dense_though_a_layer_makes_a_sparse_one():
+    class Lookup(nn.Module):
+        def forward(self, table: Tensor) -> Tensor:
+            return nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True)
+
+    own = Stage(1, Lookup())
+    own.forward(0, (drawn(2, 3),), WITH_GRADIENT)
+    (found,) = own.backward(0, (torch.ones(2, 3).double(),))
+    assert found.tolist() == [[0.0] * 3, [2.0] * 3]
 
 
 def test_a_stage_without_anything_to_learn_has_a_backward_that_does_nothing():
@@ -234,9 +265,13 @@ def test_a_loss_from_which_nothing_would_be_learnt_is_refused():
         own.forward(5, (drawn(2, 3),), WITH_GRADIENT, loss=lambda output: output.sum())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_cannot_go_to_the_next_stage_is_refused_by_its_place():
-    with pytest.raises(BufferTypeError, match="stage 1 returned a dict at place 0 of 1"):
-        as_tensors({}, "stage 1")
+    nested = torch.nested.nested_tensor([drawn(2), drawn(3)])
+    holding = torch.nested.nested_tensor([drawn(2), drawn(3)], layout=torch.jagged)
+    for output, kind in (({}, "dict"), (nested, "nested tensor"), (holding, "nested tensor")):
+        with pytest.raises(BufferTypeError, match=f"stage 1 returned a {kind} at place 0 of 1"):
+            as_tensors(output, "stage 1")
     with pytest.raises(
         BufferTypeError, match=r"stage 2 returned a tensor of float64, .*sparse_coo.* place 1 of 2"
     ):

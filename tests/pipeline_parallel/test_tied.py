@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
 from hpcpar.data_parallel import DistributedOptimizer
-from hpcpar.errors import MismatchError, OperationError
+from hpcpar.errors import MismatchError, OperationError, PeerFailedError
 from hpcpar.mesh import Mesh
 from hpcpar.models import Layers, Llama, LlamaConfig, LlamaStages
 from hpcpar.pipeline_parallel import Pipeline
@@ -103,6 +104,29 @@ def test_copies_of_different_values_are_refused_on_every_holder() -> None:
             tied.sum_gradients()
 
     run(3, on_rank)
+
+
+def test_copies_of_which_one_is_frozen_are_refused_on_every_holder() -> None:
+    def on_rank(comm: Communicator) -> str:
+        own = nn.Parameter(torch.ones(3), requires_grad=comm.rank == 0)
+        tied = TiedWeights(comm, {"embedding": own})
+        own.grad = torch.ones(3) if own.requires_grad else None
+        with pytest.raises(MismatchError) as error:
+            tied.sum_gradients()
+        tied.free()
+        return str(error.value)
+
+    assert all("embedding is frozen on some of ranks 0, 1" in each for each in run(2, on_rank))
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), {"embedding": nn.Linear(2, 2)}], ids=["module", "values"])
+def test_what_are_no_named_parameters_is_refused_on_every_rank(given: Any) -> None:
+    def on_rank(comm: Communicator) -> str:
+        with pytest.raises(PeerFailedError) as error:
+            TiedWeights(comm, given if comm.rank else {"embedding": None})
+        return str(error.value)
+
+    assert all("rank 1: OperationError: tied weights: expected {name: nn" in each for each in run(2, on_rank))
 
 
 def test_a_gradient_that_does_not_lie_in_rows_is_summed_in_place() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpcpar.errors import ScheduleError
@@ -73,11 +75,19 @@ def test_stages_that_a_method_cannot_have_are_refused_with_those_that_can(
 
 
 @pytest.mark.parametrize(
-    ("counts", "what"), [((0, 1, 1), "ranks 0"), ((1, 0, 1), "microbatches 0"), ((1, 1, 0), "memory_limit 0")]
+    ("counts", "what"),
+    [
+        ((0, 1, 1), "ranks 0"),
+        ((2.0, 4, None), "ranks 2.0"),
+        ((1, 0, 1), "microbatches 0"),
+        ((2, 8 / 2, None), "microbatches 4.0"),
+        ((1, 1, 0), "memory_limit 0"),
+        ((1, 1, "2"), "memory_limit '2'"),
+    ],
 )
-def test_counts_below_one_are_refused(counts: tuple[int, int, int], what: str) -> None:
+def test_counts_below_one_and_what_is_no_integer_are_refused(counts: tuple[Any, Any, Any], what: str) -> None:
     ranks, microbatches, limit = counts
-    with pytest.raises(ScheduleError, match=f"1f1b with {what}: there must be at least 1"):
+    with pytest.raises(ScheduleError, match=f"1f1b with {what}: give an integer, at least 1"):
         make("1f1b", ranks, microbatches, memory_limit=limit)
 
 
