@@ -155,9 +155,9 @@ def _resolved_ties(model: nn.Module) -> dict[str, str]:
 
 
 def check_names(
-    names: Collection[str], aliases: Mapping[str, str], found: Collection[str], where: str
+    names: Collection[str], aliases: Mapping[str, str], found: Mapping[str, StoredTensor], where: str
 ) -> None:
-    """CheckpointError that names the first missing and the first superfluous tensor.
+    """CheckpointError that names the first missing and the first superfluous tensor, or two for a tied one.
 
     names     of the whole model, that is of all ranks
     aliases   in the model
@@ -167,14 +167,18 @@ def check_names(
     missing = [name for name in names if name not in found and aliases.get(name, name) not in found]
     unexpected = [name for name in found if name not in expected]
     if missing or unexpected:
-        raise CheckpointError(
-            f"{where} is of another model: "
-            + "; ".join(
-                f"{len(several)} tensors {word}, the first is {several[0]}"
-                for several, word in ((missing, "missing"), (unexpected, "that the model does not have"))
-                if several
+        differing = ((missing, "missing"), (unexpected, "that the model does not have"))
+        told = [f"{len(some)} tensors {word}, the first is {some[0]}" for some, word in differing if some]
+        advice = "`hpcpar checkpoint convert` makes it a file, to take single tensors from"
+        if {"module", "_orig_mod"} & {*".".join(some[0] for some, _ in differing if some).split(".")}:
+            advice = "save and load the module that DDP or torch.compile wrap (.module, ._orig_mod)"
+        raise CheckpointError(f"{where} is of another model: {'; '.join((*told, advice))}")
+    for name, first in aliases.items():
+        if name in found and found.get(first, found[name]) is not found[name]:
+            raise CheckpointError(
+                f"{where} is of another model: {name} and {first} are two tensors there, and one in the "
+                "model; load it into one that does not tie them"
             )
-        )
 
 
 def check_forms(

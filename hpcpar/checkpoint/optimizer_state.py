@@ -22,6 +22,7 @@ from hpcpar.checkpoint.local_tensor import LocalTensor, is_replicated
 from hpcpar.checkpoint.manifest import SavedOptimizer
 from hpcpar.checkpoint.ownership import WritePlan
 from hpcpar.data_parallel import DistributedOptimizer
+from hpcpar.data_parallel.combined_optimizer import OPTIMIZER
 from hpcpar.data_parallel.distributed_optimizer import optimizers_of
 from hpcpar.data_parallel.parameters import OwnPiece, in_memory_order, layout_of
 from hpcpar.data_parallel.sharded_step import MASTER, State, is_elementwise
@@ -127,14 +128,19 @@ def group_names(optimizer: Optimizer, name_of: ParameterNames) -> list[list[str]
 
 
 def group_options(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return (options that are tensors, all others by group)."""
+    """Return (options that are tensors, all others by group, with the class that steps on the group)."""
     tensors: dict[str, Tensor] = {}
     options = []
     for number, group in enumerate(optimizer.param_groups):
         others, found = _separated(_options(group))
         tensors |= {f"options/{number}/{key}": on_cpu(value) for key, value in found.items()}
-        options.append(others)
+        options.append({OPTIMIZER: _class_of(optimizer), **others})
     return tensors, options
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    """Return the name of the class that steps on groups, unless they name another one."""
+    return type(optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ class StoredOptimizer:
         """Build a state_dict for the optimizer from the saved one, without states.
 
         Groups, and parameters in a group, may come in another order than they were saved; but what was one
-        group must be one group. CheckpointError otherwise.
+        group must be one group, and of the same class of optimizers. CheckpointError otherwise.
 
         whole_groups   names in each group, of all ranks together
         """
@@ -211,7 +217,9 @@ class StoredOptimizer:
             current = {key: value for key, value in group.items() if key != "params"}
             wanted = frozenset(map(self._first, names))
             if unused[wanted]:
-                current |= self._options_of(unused[wanted].pop(0), current)
+                number = unused[wanted].pop(0)
+                self._require_class(number, current.get(OPTIMIZER, _class_of(optimizer)))
+                current |= self._options_of(number, current)
             elif wanted:
                 raise CheckpointError(self._no_such_group(wanted))
             groups.append({**current, "params": indices})
@@ -243,6 +251,7 @@ class StoredOptimizer:
     def _options_of(self, number: int, current: Mapping[str, Any]) -> dict[str, Any]:
         """Read a saved group's options, in the types of the current ones."""
         options = _options(self._saved.groups[number].options)
+        options.pop(OPTIMIZER, None)
         tensors = {key: stored.whole(self._files) for key, stored in self._options[number].items()}
         return {key: self._like(key, current.get(key), value) for key, value in options.items()} | tensors
 
@@ -266,13 +275,24 @@ class StoredOptimizer:
         tensors = {key: value(stored) for key, stored in self._states.get(first, {}).items()}
         return {**self._saved.scalars.get(first, {}), **tensors}
 
+    def _require_class(self, number: int, wanted: str) -> None:
+        """CheckpointError where an optimizer would go on with another one's states and options."""
+        group = self._saved.groups[number]
+        found = group.options.get(OPTIMIZER, wanted)  # earlier versions did not tell
+        if found != wanted:
+            raise CheckpointError(
+                f"{self._where} is of {found} for group {number}, and here is {wanted}, which has other "
+                f"states and options; take {found}, or load with optimizer=None to begin with a fresh one"
+            )
+
     def _no_such_group(self, wanted: frozenset[str]) -> str:
         saved: Iterable[set[str]] = (set(group.parameters) for group in self._saved.groups)
         nearest = max(saved, key=lambda names: len(names & wanted), default=set())
-        differing = sorted(wanted ^ nearest)
+        differing = [*sorted(wanted ^ nearest), "none"]
         return (
             f"{self._where} has no group of the {len(wanted)} parameters that the optimizer has in one; the "
-            f"nearest has {len(nearest)}, and the first difference is {differing[0] if differing else 'none'}"
+            f"nearest has {len(nearest)}, and the first difference is {differing[0]}; make "
+            "the same groups, or load with optimizer=None"
         )
 
 

@@ -86,23 +86,24 @@ class PipelinePositions:
                  ranks, PeerFailedError on every one, with that text
         """
         # Thousands of ranks exchange a digest each; only the first of each position sends its names.
-        told_digests = comm.allgather_object((own.names.digest, own.names.digest_without(own.experts)))
-        digests = [digest for digest, _ in told_digests]
+        without_experts = own.names.digest_without(own.experts)
+        digests, layers, optimizers = zip(
+            *comm.allgather_object((own.names.digest, without_experts, own.optimizer)), strict=True
+        )
         order = list(dict.fromkeys(digests))
         contents = [own]
         if len(order) > 1:
             is_first = digests.index(own.names.digest) == comm.rank
             told = comm.allgather_object(own if is_first else None)
             contents = [each for each in told if each is not None]
-        layers = [without for _, without in told_digests]
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(layers))}
         of_ranks = tuple(numbers[digest] for digest in layers)
         places = tuple(of_ranks[digests.index(digest)] for digest in order)
-        positions = cls(of_ranks, tuple(digests), tuple(contents), places)
+        positions = cls(of_ranks, digests, tuple(contents), places)
         with comm.together(doing):
             positions._require_disjoint()
             positions._require_same_ties()
-            positions._require_one_optimizer()
+            positions._require_one_optimizer(optimizers)
             positions._require_groups_of(own)
         return positions
 
@@ -188,12 +189,11 @@ class PipelinePositions:
                         "model on every rank the same tied_names"
                     )
 
-    def _require_one_optimizer(self) -> None:
-        found = {each.optimizer: self.first_rank(number) for number, each in enumerate(self.contents)}
-        if len(found) > 1:
-            told = ", ".join(f"rank {rank} has {optimizer}" for optimizer, rank in found.items())
+    def _require_one_optimizer(self, of_ranks: Sequence[str]) -> None:
+        if len(set(of_ranks)) > 1:
+            told = ", ".join(f"rank {of_ranks.index(each)} has {each}" for each in dict.fromkeys(of_ranks))
             raise CheckpointError(
-                f"{told}; give all the same number of groups, empty ones too, in the same order"
+                f"{told}; give all one, with the same number of groups, empty ones too, in the same order"
             )
         group_of: dict[str, int] = {}
         for number, names in enumerate(self.groups or ()):

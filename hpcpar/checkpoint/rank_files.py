@@ -87,7 +87,7 @@ def write_own(
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}, which rank 0 made, is not there for this rank; save to a file system that "
-            "all share"
+            "all share, and each run to a directory of its own: another one removes what is not its own"
         )
     common = plan.writes_common
     # A buffer may be a mask of infinities.

@@ -62,8 +62,8 @@ def save(
 
     step    optimizer steps taken so far
     extra   any JSON values, and dictionaries with numbers as keys, to get back from `load`: config, a
-            scheduler's state, data position. With another global batch the same step is another place in
-            the data
+            scheduler's state, data position. Of several ranks, rank 0's. With another global batch the same
+            step is another place in the data
     model   with the names of the whole model, of which it may be a few layers; `tied_names` tells what is
             tied across ranks. Running statistics of BatchNorm and InstanceNorm that differ between replicas
             become their averages, in the model, too
@@ -98,7 +98,7 @@ def save_async(
 
     Takes what `save` does. Each rank copies what it writes into host memory, which must have room for that,
     and returns; a thread writes the copies. The checkpoint has no name, and is none, before `finish` of what
-    is returned, which is collective.
+    is returned, which is collective; without it the copies are removed, with a warning.
 
     errors  as for `save`; those of writing come with `finish`
     """
@@ -134,7 +134,7 @@ def _begin(
     positions = PipelinePositions.agree(RankContents(state.names, groups, state.experts), comm, doing)
     # Rank 0 alone describes the whole checkpoint, so it needs what every rank knows.
     random_states = comm.gather_object(own_random)
-    coordinates = _agree_on_coordinates(model, optimizer, positions, comm, doing)
+    coordinates = _agree_on_coordinates(step, model, optimizer, positions, comm, doing)
     with ExitStack() as naming:
         staging = None
         with comm.together(doing):
@@ -143,6 +143,7 @@ def _begin(
                 # Leaving this context gives the directory its final name; an error removes it.
                 staging = naming.enter_context(whole_directory(final))
         staging = Path(comm.broadcast_object(str(staging)))
+        final = staging.parent / final.name  # rank 0's, should a directory's name tell the time of each rank
         with comm.together(doing):
             own = write_own(staging, comm.rank, plan, model, state, optimizer, pool)
         tp = [(each.tp_rank, each.tp_size) for each in coordinates]
@@ -198,6 +199,10 @@ class PendingSave:
                     _after_naming(self.path, broken, self._keep)
         return self.path
 
+    def __del__(self) -> None:
+        if not self._is_finished and self._comm.rank == 0:
+            logger.warning("%s is lost: what save_async returned for it has had no finish()", self.path)
+
 
 # --- what ranks agree on --------------------------------------------------------------------------
 
@@ -225,6 +230,7 @@ def _check_arguments(final: Path, keep: int | None) -> None:
 
 
 def _agree_on_coordinates(
+    step: int,
     model: nn.Module,
     optimizer: Optimizer | None,
     positions: PipelinePositions,
@@ -235,14 +241,17 @@ def _agree_on_coordinates(
     with comm.together(doing):
         own = RankCoordinates.of(model, optimizer, positions.of_ranks[comm.rank])
         digest = digest_of_buffers(model)
-    told = comm.allgather_object((own, digest))
-    shards = [(each.position, each.tp_rank) for each, _ in told]
-    if len(set(zip(shards, [digest for _, digest in told], strict=True))) > len(set(shards)):
+    told, digests, steps = zip(*comm.allgather_object((own, digest, step)), strict=True)
+    if len(set(steps)) > 1:
+        of_ranks = ", ".join(f"rank {steps.index(each)} has step {each}" for each in dict.fromkeys(steps))
+        raise CheckpointError(f"saving a checkpoint: {of_ranks}; let all ranks count the same steps")
+    shards = [(each.position, each.tp_rank) for each in told]
+    if len(set(zip(shards, digests, strict=True))) > len(set(shards)):
         replicas = comm.split(shards.index(shards[comm.rank]), name="replicas")
         assert replicas is not None, "every rank has a shard"
         agree_on_buffers(model, replicas)
         replicas.free()
-    return [each for each, _ in told]
+    return list(told)
 
 
 def _write_plan(

@@ -12,6 +12,7 @@ batch, goes on behind what has been learnt from:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +65,12 @@ class DistributedBatchSampler:
         seed: int | None = 0,
         drop_last: bool = True,
     ) -> None:
+        # Plain integers: a checkpoint keeps the state as JSON, which has none of NumPy's.
+        samples, global_batch, seed = (
+            index(samples),
+            index(global_batch),
+            None if seed is None else index(seed),
+        )
         told = f"samples={samples}, global_batch={global_batch}, seed={seed}, drop_last={drop_last}"
         require_same(comm, f"DistributedBatchSampler({told})")  # or some samples come twice, others never
         if global_batch < comm.size:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from hpcpar.data import file_formats
-from hpcpar.data.file_formats import JSONL_ENDINGS, PARQUET, TEXT_ENDINGS
+from hpcpar.data.file_formats import JSON, JSONL_ENDINGS, PARQUET, TEXT_ENDINGS
 from hpcpar.errors import DataError
 from hpcpar.units import KiB, MiB, format_nbytes
 
@@ -79,7 +79,8 @@ class Corpus:
         A directory gives its .txt, .text, .md, .rst, .py, .jsonl, .ndjson and .parquet files at any depth,
         all but the last also compressed (.gz, .bz2, .xz, .zst). Other visible files go to `left_out`, as do
         those that describe the files beside or below them, such as a README. A file named by itself is taken
-        whatever it is called. Directories that are links, or cannot be listed, are left out with a warning.
+        whatever it is called; .json is read as JSONL. Directories that are links, or cannot be listed, are
+        left out with a warning.
 
         errors   DataError if a path is missing, nothing is found, or a .parquet or .zst file needs pyarrow
                  and that is not installed
@@ -90,10 +91,10 @@ class Corpus:
         left_out: list[str] = []
         for path in listed:
             for name, file in _files_of(path, left_out):
-                # A file that is there twice could be both trained on and held out.
-                if file.absolute() in taken:
+                # A file that is there twice, or linked to, could be both trained on and held out.
+                if (place := file.resolve()) in taken:
                     continue
-                taken.add(file.absolute())
+                taken.add(place)
                 # Two roots may hold the same relative name; the later file goes by its full path.
                 found[str(file) if name in found else name] = file
         if not found:
@@ -125,9 +126,9 @@ class Corpus:
         """Yield every document: a text file, or a record of a JSONL or Parquet file.
 
         Text longer than 1/64 of the corpus (between 1 KiB and 1 MiB) is cut at line ends into several
-        documents: none is too large for either side of a train / held-out split, and files of any size stream
-        through. Text that is not UTF-8, not JSON or without `text_key` goes to `skipped`: of a text file that
-        begins as UTF-8 only the piece, else the whole file.
+        documents, and a longer line behind blanks: none is too large for either side of a train / held-out
+        split, and files of any size stream through. Text that is not UTF-8, not JSON or without `text_key`
+        goes to `skipped`: of a text file that begins as UTF-8 only the piece, else the whole file.
 
         errors   DataError for a file none of whose first records has its text in `text_key`
         """
@@ -139,7 +140,7 @@ class Corpus:
             try:
                 if kind.endswith(PARQUET):
                     yield from self._texts(name, file_formats.rows(path, self.text_key), piece_nbytes)
-                elif kind.endswith(JSONL_ENDINGS):
+                elif kind.endswith((*JSONL_ENDINGS, JSON)):
                     yield from self._texts(name, file_formats.lines(path), piece_nbytes)
                 else:
                     yield from self._pieces_of_text(name, path, piece_nbytes)
@@ -151,7 +152,8 @@ class Corpus:
             for number, piece in enumerate(_pieces(file, piece_nbytes)):
                 where = f"{name}#{number}"
                 try:
-                    text = piece.decode("utf-8")
+                    # Windows puts a mark before a file's text, which is none of it.
+                    text = piece.decode("utf-8" if number else "utf-8-sig")
                 except UnicodeDecodeError as error:
                     if number == 0:
                         raise
@@ -169,9 +171,10 @@ class Corpus:
                 text = file_formats.text_of(record, self.text_key)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 self._skip(where, error)
-                if not has_text and isinstance(record, dict):
+                if not has_text:
                     without += 1
-                    fields.update((key, type(value).__name__) for key, value in record.items())
+                    if isinstance(record, dict):
+                        fields.update((key, type(value).__name__) for key, value in record.items())
                     if without == RECORDS_WITHOUT_TEXT:
                         break
                 continue
@@ -181,9 +184,15 @@ class Corpus:
                 yield Document(f"{where}#{part}", piece.decode("utf-8", errors="replace"))
         if without and not has_text:
             there = ", ".join(f"{key!r} ({kind})" for key, kind in fields.items())
+            advice = f"there are {there}; name the field that is the text"
+            if not fields:
+                advice = (
+                    f"of the first there is {self.skipped[-without].reason}; give an object on each line, or "
+                    "what is to be read as it is as .txt"
+                )
             raise DataError(
                 f"no record of {name} has a text in the field {self.text_key!r} (text_key, in a run's "
-                f"configuration data.text_key): there are {there}; name the field that is the text"
+                f"configuration data.text_key): {advice}"
             )
 
     def _skip(self, name: str, error: Exception) -> None:
@@ -218,13 +227,19 @@ def require_existing(paths: Paths) -> None:
     """DataError for the first path that is missing, or neither file nor directory."""
     for path in _as_list(paths):
         if not path.exists():
-            raise DataError(f"no such file or directory: {path}; is it on a file system that this node sees?")
+            advice = "is it on a file system that this node sees?"
+            if re.search(r"^~|[*?[]", str(path)):
+                advice = "~ and patterns are not expanded here: name a directory, or a list of files"
+            raise DataError(f"no such file or directory: {path}; {advice}")
         if not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is neither a file nor a directory; give one of these")
 
 
 def _as_list(paths: Paths) -> list[Path]:
-    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if "" in listed:  # which pathlib takes for the working directory
+        raise DataError("the name of a file or directory of text is empty; give one, or leave it out")
+    return [Path(path) for path in listed]
 
 
 def _files_of(path: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
@@ -299,17 +314,31 @@ def _walk(
 
 
 def _pieces(lines: Iterable[bytes], piece_nbytes: int) -> Iterator[bytes]:
-    """Join whole lines to pieces of up to `piece_nbytes`; a longer line is a piece by itself."""
+    """Join whole lines to pieces of up to `piece_nbytes`; a longer line is cut."""
     kept: list[bytes] = []
     nbytes = 0
     for line in lines:
-        if kept and nbytes + len(line) > piece_nbytes:
-            yield b"".join(kept)
-            kept, nbytes = [], 0
-        kept.append(line)
-        nbytes += len(line)
+        for part in _parts(line, piece_nbytes):
+            if kept and nbytes + len(part) > piece_nbytes:
+                yield b"".join(kept)
+                kept, nbytes = [], 0
+            kept.append(part)
+            nbytes += len(part)
     if kept:
         yield b"".join(kept)
+
+
+def _parts(line: bytes, limit_nbytes: int) -> Iterator[bytes]:
+    """Cut a line longer than the limit behind blanks, or between characters of UTF-8 where it has none."""
+    start = 0
+    while len(line) - start > limit_nbytes:
+        end = start + limit_nbytes
+        stop = line.rfind(b" ", start, end) + 1
+        if not stop:
+            stop = next((at for at in range(end, end - 4, -1) if line[at] & 0xC0 != 0x80), end)
+        yield line[start:stop]
+        start = stop
+    yield line[start:]
 
 
 def _size(path: Path) -> int:

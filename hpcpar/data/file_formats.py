@@ -22,6 +22,9 @@ TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".py")
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow those of text and JSONL."""
 
+JSON = ".json"
+"""Ending of what is read as JSONL where it is named itself: in directories such files describe others."""
+
 PARQUET = ".parquet"
 ENDINGS = (
     *(*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET),
@@ -103,6 +106,8 @@ def text_of(record: Any, text_key: str) -> str:
     """Return a record's text; ValueError, KeyError or TypeError if it has none."""
     if isinstance(record, Exception):
         raise record
+    if not isinstance(record, dict):
+        raise TypeError(f"a {type(record).__name__}, which has no fields")
     text = record[text_key]
     if isinstance(text, bytes):  # as some Parquet files have it
         text = text.decode("utf-8")

@@ -26,8 +26,10 @@ from hpcpar.durable import whole_directory
 from hpcpar.errors import DataError
 from hpcpar.partition import offsets
 
-FORMAT = 2
-"""1 cut texts where the tokenizer's file says so, and files where they first were not UTF-8."""
+FORMAT = 3
+"""1 cut texts where the tokenizer's file says so, and files where they first were not UTF-8; 2 cut no lines,
+took .json for text, and read marks of byte order and files behind links as well.
+"""
 
 INDEX = "index.json"
 SHARD_TOKENS = 1 << 28
@@ -88,7 +90,6 @@ class Shards:
     held_out: TokenStream
     vocabulary: int
     tokenizer_identity: str
-    documents: dict[str, int]
     skipped: tuple[Skipped, ...]
 
     @property
@@ -102,23 +103,25 @@ class Shards:
         path = directory / INDEX
         try:
             index = json.loads(path.read_text())
+            if index["format"] != FORMAT:
+                raise DataError(f"{path} has format {index['format']}, this version reads {FORMAT}")
+            dtype = np.dtype(index["dtype"])
+            splits = index["splits"]
+            return cls(
+                directory=directory,
+                train=_open_split(directory, splits["train"], dtype),
+                held_out=_open_split(directory, splits["held_out"], dtype),
+                vocabulary=index["vocabulary"],
+                tokenizer_identity=index["tokenizer"],
+                skipped=tuple(Skipped(**entry) for entry in index["skipped"]),
+            )
+        except DataError:
+            raise
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; build the shards again") from error
-        except ValueError as error:
-            raise DataError(f"{path} is damaged: {error}; delete {directory} and build it again") from error
-        if index.get("format") != FORMAT:
-            raise DataError(f"{path} has format {index.get('format')}, this version reads {FORMAT}")
-        dtype = np.dtype(index["dtype"])
-        splits = index["splits"]
-        return cls(
-            directory=directory,
-            train=_open_split(directory, splits["train"], dtype),
-            held_out=_open_split(directory, splits["held_out"], dtype),
-            vocabulary=index["vocabulary"],
-            tokenizer_identity=index["tokenizer"],
-            documents={name: split["documents"] for name, split in splits.items()},
-            skipped=tuple(Skipped(**entry) for entry in index["skipped"]),
-        )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"{type(error).__name__} {error}"
+            raise DataError(f"{path} is damaged: {reason}; delete {directory} and build it again") from error
 
 
 def _open_split(directory: Path, split: dict[str, Any], dtype: np.dtype[Any]) -> TokenStream:

@@ -193,6 +193,11 @@ def tokenizer_of(
             f"the end of a document was named, {end_of_document!r}, but the tokenizer is of bytes, or brings "
             "its own; leave it out (data.eos_token), or give a tokenizers file (data.tokenizer)"
         )
+    if given is not None and not hasattr(given, "identity"):
+        raise DataError(
+            f"the tokenizer is a {type(given).__name__}; give the path of its tokenizer.json, as "
+            "save_pretrained of transformers or save of tokenizers writes it"
+        )
     return ByteTokenizer() if given is None else given
 
 

@@ -92,10 +92,6 @@ class Sampler:
         """Number of whole global batches in an epoch; up to global_batch - 1 windows are left over."""
         return self.windows // self.global_batch
 
-    def epoch(self, step: int) -> int:
-        """Return the number of complete passes over the corpus before this step."""
-        return self.position(step)[0]
-
     def position(self, step: int) -> tuple[int, int]:
         """Return (epoch, windows of its order already visited) before a step."""
         if step < self.first_step:

@@ -36,6 +36,7 @@ def generate(
 ) -> Tensor:
     """Continue tokens [B, S], S >= 1, by `new_tokens` each: [B, S + new_tokens].
 
+    tokens        all of them are text: there is no padding, so texts of other lengths take calls of their own
     temperature   0 takes the likeliest token, 1 draws from the model's own distribution
     top_k         draw among the k likeliest only
     seed          of the draws, from a generator of their own
@@ -44,10 +45,14 @@ def generate(
     no cache of keys and values), which suits samples during training, not serving. All ranks of a parallel
     model call it alike, and all get the text.
     """
-    if tokens.shape[-1] < 1:
-        raise ConfigError("generate needs at least one token to continue, but was given none")
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ConfigError(f"temperature={temperature} must be >= 0 and top_k={top_k} None or >= 1")
+    if tokens.dim() != 2 or tokens.shape[1] < 1:
+        raise ConfigError(
+            f"generate needs tokens [B, S] with at least one to continue, not {[*tokens.shape]}"
+        )
+    if not temperature >= 0 or (top_k is not None and top_k < 1) or new_tokens < 0:
+        raise ConfigError(
+            f"temperature={temperature} and new_tokens={new_tokens} must be >= 0, top_k={top_k} >= 1 or None"
+        )
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
     model.train(False)

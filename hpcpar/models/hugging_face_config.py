@@ -43,8 +43,7 @@ REQUIRED = (
 READ = (
     *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range"),
     *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"),
-    *("sliding_window", "use_sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "hidden_act"),
-    "router_aux_loss_coef",
+    *("sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "hidden_act", "router_aux_loss_coef"),
 )
 """Keys of a config.json that all models must have, and that they may have; transformers ignores others."""
 
@@ -54,15 +53,16 @@ REQUIRED_OF_EXPERTS = {
     "qwen3_moe": ("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
     "glm4_moe": ("num_experts_per_tok", "n_routed_experts", "moe_intermediate_size"),
 }
-READ_OF_EXPERTS = {
+READ_OF_TYPE = {
+    "qwen3": ("use_sliding_window",),
     "olmoe": ("norm_topk_prob",),
-    "qwen3_moe": ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+    "qwen3_moe": ("use_sliding_window", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
     "glm4_moe": (
         *("norm_topk_prob", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
         *("routed_scaling_factor", "use_qk_norm"),
     ),
 }
-"""The same of mixtures, by model type."""
+"""The same by model type: what mixtures must have, and what a type may have."""
 
 
 def hugging_face_config(sizes: LlamaConfig, *, dtype: str, end_of_document: int | None) -> dict[str, Any]:
@@ -216,6 +216,8 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
         )
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"a model of the type {kind!r}; hpcpar computes {', '.join(ARCHITECTURES)}")
+    if config.get("rope_scaling"):  # transformers takes it in the place of rope_parameters
+        config.pop("rope_parameters", None)
     if kind == "qwen3_moe" and "num_local_experts" in config:  # the same by another name
         config["num_experts"] = config.get("num_experts") or config["num_local_experts"]
     told = f"the config of a model of the type {kind!r}"
@@ -223,7 +225,7 @@ def sizes_from_hugging_face(config: Mapping[str, Any]) -> LlamaConfig:
         if key not in config:
             raise ConfigError(f"{told} lacks {key}")
     of_experts = REQUIRED_OF_EXPERTS.get(kind, ())
-    keys = (*REQUIRED, *READ, *of_experts, *READ_OF_EXPERTS.get(kind, ()))
+    keys = (*REQUIRED, *READ, *of_experts, *READ_OF_TYPE.get(kind, ()))
     read = {key: config[key] for key in keys if key in config}
     for key in FLAGS:
         if not isinstance(read.get(key, False), bool):

@@ -215,9 +215,9 @@ def _targets(model: Llama | LlamaStages, names: Iterable[str]) -> Iterator[tuple
 
 
 def _files(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the tensor's name."""
+    """Return the file of each tensor, by the tensor's name: as transformers, the one file before an index."""
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (directory / WHOLE).is_file():
         told = json.loads(index.read_text(encoding="utf-8"))
         found = told.get("weight_map") if isinstance(told, dict) else None
         if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):

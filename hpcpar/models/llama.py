@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hpcpar.autograd import Recompute, recompute
 from hpcpar.context_parallel import Mask
-from hpcpar.errors import ConfigError, LayoutError
+from hpcpar.errors import ConfigError, LayoutError, MismatchError
 from hpcpar.models.initialise import initial_value, initialise
 from hpcpar.models.layers import Layers, Reduction
 from hpcpar.models.mixture import FeedForward, MixtureOfExperts
@@ -184,6 +184,11 @@ class Decoder(nn.Module):
             positions = self._context.positions().to(inputs.device)
         elif positions is None:
             positions = torch.arange(self.sequence(inputs), device=inputs.device)
+        elif list(positions.shape) != [self.sequence(inputs)]:
+            raise MismatchError(
+                f"positions {list(positions.shape)} of sequences of {self.sequence(inputs)} tokens; give one "
+                "for each token, [S], the same in all rows"
+            )
         hidden: Tensor = self.embed_tokens(inputs) if self.part.embeds else inputs
         rotation = rotary_tables(positions, self.config.head_width, self.config.rope_theta, hidden.dtype)
         for layer in self.layers:

@@ -195,6 +195,17 @@ def test_groups_of_other_parameters_are_refused(saved: Path, alone: Communicator
         load(saved, model=model, optimizer=torch.optim.AdamW(rest), comm=alone)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
+def test_states_of_another_optimizer_are_refused(kind: Any, saved: Path, alone: Communicator) -> None:
+    model = Small()
+    optimizer = kind(model.parameters(), lr=0.5)
+    distributed = DistributedOptimizer(kind(model.parameters(), lr=0.5), model.named_parameters(), alone)
+    for each in (optimizer, distributed):
+        with pytest.raises(CheckpointError, match=rf"is of AdamW for group 0, and here is {kind.__name__}, "):
+            load(saved, model=model, optimizer=each, comm=alone)
+        assert each.param_groups[0]["lr"] == 0.5
+
+
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, alone: Communicator) -> None:
     optimizer = OPTIMIZERS["sgd"](Small())
     with pytest.raises(CheckpointError, match="4 parameters that the model does not have"):
@@ -250,6 +261,10 @@ def test_a_model_of_another_shape_dtype_or_make_is_named(saved: Path, alone: Com
         CheckpointError, match=r"2 tensors missing, the first is 0.weight; 6 tensors that the model"
     ):
         load(saved, model=nn.Sequential(nn.Linear(2, 2)), comm=alone)
+    with pytest.raises(
+        CheckpointError, match=r"the first is _orig_mod.*save and load the module that DDP or"
+    ):
+        load(saved, model=nn.ModuleDict({"_orig_mod": Small()}), comm=alone)
 
 
 def test_an_optimizer_is_not_restored_from_a_checkpoint_without_one(
@@ -632,6 +647,39 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all_and_changes_no_model(tmp_p
         assert "rank 1: CheckpointError" in message
         assert "embed.weight" in message
         assert unchanged
+
+
+def test_ranks_that_do_not_save_or_load_the_same_are_refused(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> list[str]:
+        model = Small()
+        optimizer = OPTIMIZERS["momentum"](model)
+        path = save(tmp_path / f"of rank {comm.rank}", step=1, model=model, optimizer=optimizer, comm=comm)
+        on_one = optimizer if comm.rank == 1 else None
+        told = [str(path)]
+        for step, wrong in ((2, on_one), (2 + comm.rank, optimizer)):
+            with pytest.raises((CheckpointError, PeerFailedError)) as caught:
+                save(tmp_path / "of rank 0", step=step, model=model, optimizer=wrong, comm=comm)
+            told.append(str(caught.value))
+        with pytest.raises(PeerFailedError) as caught:
+            load(path, model=model, optimizer=on_one, comm=comm)
+        return [*told, str(caught.value)]
+
+    for path, saving, steps, loading in run_loopback(2, work):
+        assert path == str(tmp_path / "of rank 0" / "step-00000001")
+        assert "rank 0 has no optimizer, rank 1 has an optimizer with 1 groups" in saving
+        assert "rank 0 has step 2, rank 1 has step 3" in steps
+        assert "rank 0 has no optimizer, rank 1 has an optimizer with 1 groups" in loading
+    assert [each.name for each in (tmp_path / "of rank 0").iterdir()] == ["step-00000001"]
+
+
+def test_two_tensors_are_not_loaded_into_one(tmp_path: Path, alone: Communicator) -> None:
+    model = Small()
+    model.head.weight = nn.Parameter(model.embed.weight.detach() + 1)
+    path = save(tmp_path, step=1, model=model, comm=alone)
+    with pytest.raises(
+        CheckpointError, match=r"head\.weight and embed\.weight are two tensors there, and one in"
+    ):
+        load(path, model=Small(), comm=alone)
 
 
 def test_a_directory_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:

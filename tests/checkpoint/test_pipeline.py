@@ -303,7 +303,9 @@ def test_optimizers_that_do_not_make_one_are_refused(doing: str, tmp_path: Path)
 
         return change
 
-    both = "has an optimizer with 2 groups, rank 1 has an optimizer with 1 groups; give all the same number"
+    both = (
+        "has an optimizer with 2 groups, rank 1 has an optimizer with 1 groups; give all one, with the same"
+    )
     assert both in refused(with_groups(range(7)), Mode(TWO, plain=True))
     # The last but one is the head, which is the embedding.
     message = refused(with_groups(range(9), [9, 10]), Mode(TWO, plain=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -144,6 +145,21 @@ def test_an_error_of_one_ranks_thread_is_raised_on_all_and_leaves_what_was(
         assert "No space left on device" in text
         assert "rank 1" in text
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_checkpoint_that_nobody_finishes_is_told_to_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(comm: Communicator) -> None:
+        save_async(tmp_path, step=1, model=Small(), comm=comm)
+        save_async(tmp_path, step=2, model=Small(), comm=comm).finish()
+        gc.collect()
+
+    run_loopback(2, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/step-00000001 is lost: what save_async returned for it has had no finish()"
+    ]
 
 
 def test_what_cannot_be_saved_is_refused_before_training_goes_on(tmp_path: Path) -> None:

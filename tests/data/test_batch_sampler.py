@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -133,6 +134,15 @@ def test_another_batch_goes_on_at_the_sample_where_the_other_ended() -> None:
     (whole,), end = learn(1, 40, state, seed=5)
     assert end["epoch"] == 2
     assert whole != order[:40]
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    given = DistributedBatchSampler(np.int64(41), np.int64(4), ALONE, seed=np.int64(3))
+    plain = DistributedBatchSampler(41, 4, ALONE, seed=3)
+    for sampler in (given, plain):
+        sampler.advance()
+    assert list(given) == list(plain)
+    assert json.dumps(given.state_dict()) == json.dumps(plain.state_dict())
 
 
 def test_without_a_seed_samples_come_in_the_datasets_order() -> None:

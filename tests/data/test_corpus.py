@@ -67,7 +67,8 @@ def test_a_file_of_overlapping_directories_is_there_once(
     (tmp_path / "d" / "x.txt").write_text("outer")
     (tmp_path / "d" / "inner" / "y.txt").write_text("inner")
     monkeypatch.chdir(tmp_path)
-    for paths in (["d", "d/inner"], ["d/inner", "d"], ["d", tmp_path / "d" / "x.txt"]):
+    (tmp_path / "d" / "link.txt").symlink_to("x.txt")
+    for paths in (["d", "d/inner"], ["d/inner", "d"], ["d", "d/../d/x.txt"]):
         assert sorted(texts(Corpus.of(paths))) == ["inner", "outer"]
 
 
@@ -89,8 +90,17 @@ def test_a_line_of_jsonl_that_is_nested_too_deeply_is_skipped(tmp_path: Path) ->
 
 
 def test_the_key_of_a_jsonl_text_can_be_chosen(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "yes", "text": "no"}')
+    for name in ("a.jsonl", "b.json"):
+        (tmp_path / name).write_text('{"content": "yes", "text": "no"}')
     assert texts(Corpus.of(tmp_path, text_key="content")) == ["yes"]
+    # Others than in a directory, where it may describe the text, a file of .json is one of records.
+    assert texts(Corpus.of(tmp_path / "b.json", text_key="content")) == ["yes"]
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}', encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("two", encoding="utf-8-sig")
+    assert texts(Corpus.of(tmp_path)) == ["one", "two"]
 
 
 def test_a_file_whose_records_lack_the_field_is_an_error_that_lists_those_that_it_has(tmp_path: Path) -> None:
@@ -101,6 +111,15 @@ def test_a_file_whose_records_lack_the_field_is_an_error_that_lists_those_that_i
         texts(Corpus.of(tmp_path))
     with pytest.raises(DataError, match=r"no record of a\.jsonl .* 'content' .*: there are 'text' \(str\)"):
         texts(Corpus.of(tmp_path, text_key="content"))
+    for content, found in (
+        ('["no"]\n', "TypeError: a list, which"),
+        ('{\n "text": "no"\n}\n', "JSONDecodeError"),
+    ):
+        (tmp_path / "b.json").write_text(content)  # an array, or an object over several lines
+        with pytest.raises(
+            DataError, match=rf"no record of b\.json .* of the first there is {found}.* as \.txt"
+        ):
+            texts(Corpus.of(tmp_path / "b.json"))
     # Nor is a long file read to its end for it.
     (tmp_path / "b.jsonl").write_text('{"text": 1}\n' * 100 + '{"text": "too late"}\n')
     with pytest.raises(DataError, match=r"no record of b\.jsonl .* there are 'text' \(int\)"):
@@ -215,14 +234,31 @@ def test_a_long_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> 
     documents = list(Corpus.of(tmp_path).documents())
     assert "".join(document.text for document in documents) == content
     assert len({document.name for document in documents}) == len(documents) > 10
-    for document in documents[:-1]:
-        assert document.text.endswith("\n")
+    for document in documents:
+        assert document.text.endswith(("\n", "y"))
         assert len(document.text.encode()) <= SMALLEST_PIECE_NBYTES
+
+
+@pytest.mark.parametrize(("word", "end"), [("words ", " "), ("ü", "ü")], ids=["blanks", "characters"])
+def test_a_line_longer_than_a_document_is_cut_behind_blanks_or_between_characters(
+    tmp_path: Path, word: str, end: str
+) -> None:
+    (tmp_path / "a.txt").write_text("." + word * 5000)
+    documents = [*Corpus.of(tmp_path).documents()]
+    assert "".join(document.text for document in documents) == "." + word * 5000
+    assert len(documents) >= 10
+    for document in documents:
+        assert document.text.endswith(end)
 
 
 def test_a_missing_or_empty_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such file or directory: .*nowhere"):
         Corpus.of(tmp_path / "nowhere")
+    for given in ("~/text", "text/*.txt"):
+        with pytest.raises(DataError, match="~ and patterns are not expanded here: name a directory"):
+            Corpus.of([given])
+    with pytest.raises(DataError, match="the name of a file or directory of text is empty"):
+        Corpus.of("")
     with pytest.raises(DataError, match=r"no text in .*looked for files ending in .txt"):
         Corpus.of(tmp_path)
     os.mkfifo(tmp_path / "pipe")

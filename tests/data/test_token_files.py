@@ -79,7 +79,6 @@ def test_both_splits_together_are_the_corpus(
     ]
     assert sorted(filter(None, documents)) == [f"{number:02d}" * 10 + "\0" for number in range(40)]
     assert len(shards.held_out) / (len(shards.train) + len(shards.held_out)) == pytest.approx(0.25, abs=0.03)
-    assert shards.documents["train"] + shards.documents["held_out"] == 40
     assert whole["t"].dtype == token_dtype(tokenizer.vocabulary)
 
 
@@ -139,17 +138,18 @@ def test_truncated_missing_and_foreign_files_are_named(corpus: Corpus, tmp_path:
     file = directory / "train-00000.bin"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(DataError, match=rf"train-00000.bin should have {size} bytes, but has {size - 3}"):
+    with pytest.raises(DataError, match=rf"^\S+train-00000.bin should have {size} bytes, but has {size - 3}"):
         Shards.open(directory)
     file.unlink()
     with pytest.raises(DataError, match=rf"should have {size} bytes, but is missing"):
         Shards.open(directory)
     (directory / "index.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match="has format 99, this version reads 2"):
+    with pytest.raises(DataError, match=r"index.json has format 99, this version reads 3$"):
         Shards.open(directory)
-    (directory / "index.json").write_text("{")
-    with pytest.raises(DataError, match=r"index.json is damaged"):
-        Shards.open(directory)
+    for damaged in ("{", "[]", '{"format": 3}'):
+        (directory / "index.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"index.json is damaged"):
+            Shards.open(directory)
     with pytest.raises(DataError, match=r"cannot read .*index.json: No such file"):
         Shards.open(tmp_path / "nowhere")
 

@@ -123,3 +123,5 @@ def test_a_tokenizer_may_be_given_as_itself_as_a_path_or_not_at_all(words_file: 
     assert tokenizer_of(given) is given
     assert isinstance(tokenizer_of(None), ByteTokenizer)
     assert isinstance(tokenizer_of(str(words_file)), FileTokenizer)
+    with pytest.raises(DataError, match="is a Tokenizer; give the path of"):
+        tokenizer_of(Tokenizer.from_file(str(words_file)))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ SAMPLER = Sampler(tokens=10 * 8 + 1, sequence=8, global_batch=4, seed=3)
 def test_windows_and_steps_are_counted_as_drawn() -> None:
     assert (SAMPLER.windows, SAMPLER.steps_per_epoch) == (10, 2)
     assert Sampler(10 * 8, 8, 4).windows == 9  # the last window would have no token after it
-    assert [SAMPLER.epoch(step) for step in range(5)] == [0, 0, 1, 1, 2]
+    assert [SAMPLER.position(step)[0] for step in range(5)] == [0, 0, 1, 1, 2]
 
 
 @settings(deadline=None)
@@ -67,7 +67,7 @@ def test_going_on_with_another_batch_no_window_of_an_epoch_is_visited_twice(
     visited: dict[int, list[int]] = {}
     for sampler, first, last in ((before, 0, steps), (going_on, steps, steps + 2 * windows)):
         for step in range(first, last):
-            visited.setdefault(sampler.epoch(step), []).extend(sampler.batch(step).tolist())
+            visited.setdefault(sampler.position(step)[0], []).extend(sampler.batch(step).tolist())
     assert all(len(set(each)) == len(each) for each in visited.values())
     assert len(visited[epoch]) > windows - batches[1] or not place
     same = before.going_on_from(steps, epoch, place)
@@ -78,7 +78,7 @@ def test_as_drawn_a_smaller_batch_takes_up_what_the_larger_one_would_have_had() 
     order = [*SAMPLER.batch(0), *SAMPLER.batch(1)]
     going_on = Sampler(10 * 8 + 1, 8, 2, seed=3).going_on_from(1, *SAMPLER.position(1))
     assert [*going_on.batch(1), *going_on.batch(2)] == order[4:]
-    assert (going_on.epoch(3), going_on.position(4)) == (0, (1, 0))
+    assert (going_on.position(3)[0], going_on.position(4)) == (0, (1, 0))
     with pytest.raises(DataError, match="there is no step 0: steps count from 1"):
         going_on.batch(0)
 

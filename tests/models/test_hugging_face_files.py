@@ -178,6 +178,11 @@ def test_a_model_in_several_files_is_read(tmp_path: Path) -> None:
     found, expected = ours(tmp_path / "many"), ours(tmp_path / "one")
     for name, value in expected.named_parameters():
         assert torch.equal(found.get_parameter(name), value), name
+    # Saved in one file after that, the index stays, and names files that are gone.
+    theirs("Llama", tmp_path / "many")
+    read = ours(tmp_path / "many")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many").eval()
+    torch.testing.assert_close(read(tokens()), model(tokens()).logits)
 
 
 CONFIGS = [
@@ -248,9 +253,12 @@ def test_what_a_config_lacks_is_named() -> None:
         ({"model_type": "deepseek_v3"}, "multi-head latent attention"),
         ({"model_type": "gpt2"}, "a model of the type 'gpt2'; hpcpar computes llama, mistral"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary embeddings of the type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings of the type 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "default"}},
+            "rotary embeddings of the type 'linear'",
+        ),
         ({"sliding_window": 64, "attention_bias": True}, "a window of 64 tokens, biases of the attention's"),
-        ({"model_type": "mistral"}, "a window of 4096 tokens"),
+        ({"model_type": "mistral", "use_sliding_window": False}, "a window of 4096 tokens"),
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"model_type": "glm4_moe"}, "rotary embeddings of 0.5 of each head"),
         (
@@ -293,9 +301,14 @@ def test_files_that_do_not_fit_the_model_are_named(tmp_path: Path) -> None:
     assert "has the shape [25], and by config.json it has [24]" in str(refused(tmp_path, sizes))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert "cannot read the files of" in str(refused(tmp_path, sizes))
+    (tmp_path / "model.safetensors").unlink()
     for index in ("{}", "[]", '{"weight_map": null}', '{"weight_map": {"lm_head.weight": 1}}'):
         (tmp_path / "model.safetensors.index.json").write_text(index)
         assert "index.json has no weight_map" in str(refused(tmp_path, sizes))
+    index = json.dumps({"weight_map": dict.fromkeys(stored, "elsewhere.safetensors")})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    save_file({"lm_head.weight": stored["lm_head.weight"]}, tmp_path / "elsewhere.safetensors")
+    assert "cannot read model." in str(refused(tmp_path, sizes))
 
 
 BIASES = "model.layers.1.mlp.gate.e_score_correction_bias"

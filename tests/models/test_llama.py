@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,9 @@ def test_given_positions_shift_a_part_of_the_sequence() -> None:
     torch.testing.assert_close(model(tokens, torch.arange(5)), model(tokens), rtol=0, atol=0)
     moved = model(tokens, torch.arange(5) + 7)  # rotary attention sees distances only
     torch.testing.assert_close(moved, model(tokens), rtol=1e-10, atol=1e-10)
+    for shape in ((1, 5), (1,)):  # of transformers, and one that would be everybody's
+        with pytest.raises(MismatchError, match="of sequences of 5 tokens; give one for each token"):
+            model(tokens, torch.zeros(shape))
 
 
 def test_norm_in_half_precision_is_worked_out_in_float32() -> None:
@@ -295,7 +299,10 @@ def test_drawn_text_is_repeatable_and_keeps_to_the_likeliest_k() -> None:
     assert torch.equal(once, again)
     assert once.shape == (2, 8)
     assert torch.equal(generate(model, start, 5, top_k=1), generate(model, start, 5, temperature=0))
-    with pytest.raises(ConfigError, match="at least one token"):
-        generate(model, torch.zeros(1, 0, dtype=torch.int64), 1)
-    with pytest.raises(ConfigError, match="top_k=0"):
-        generate(model, start, 1, top_k=0)
+    for tokens in (torch.zeros(1, 0, dtype=torch.int64), start[0]):
+        with pytest.raises(ConfigError, match=r"tokens \[B, S\] with at least one to continue, not \["):
+            generate(model, tokens, 1)
+    for new_tokens, options in ((1, {"top_k": 0}), (1, {"temperature": float("nan")}), (-1, {})):
+        wrong: Any = {"new_tokens": new_tokens, **options}
+        with pytest.raises(ConfigError, match="=".join(map(str, [*wrong.items()][-1]))):
+            generate(model, start, **wrong)
