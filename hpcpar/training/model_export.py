@@ -64,7 +64,8 @@ def export(
     One process holds the whole model (in float32 where training had 16 bits) once or twice. The files do not
     depend on the axes and the stage that the checkpoint was saved with.
 
-    errors      CheckpointError, DataError; ConfigError where the directory has something in it
+    errors      CheckpointError, DataError; ConfigError where the directory has something in it, and for
+                values beyond those of `dtype`
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already; name a new directory, or remove it")
@@ -90,6 +91,9 @@ def export(
         if config.train.precision == "float64":
             model.double()
         loaded = load(chosen, model=model, comm=Communicator.alone(), restore_random=False)
+        for name, parameter in model.named_parameters():
+            if (parameter.isfinite() & ~parameter.to(DTYPES[dtype]).isfinite()).any():
+                raise ConfigError(f"{name} has values beyond {dtype}'s; take --dtype bfloat16 or float32")
         model.to(DTYPES[dtype])
         save_tensors(file_tensors(model), staging / "model.safetensors", metadata={"format": "pt"})
         end = spoken.end_of_document

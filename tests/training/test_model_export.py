@@ -232,7 +232,9 @@ def test_a_tokenizer_that_has_changed_since_is_taken_only_if_it_is_named(
 
 
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(config_of: MakeConfig, tmp_path: Path) -> None:
-    run = trained(config_of("train.steps=1"))
+    run = trained(config_of("train.steps=1", "optimizer.name=sgd", "optimizer.weight_decay=1e9"))
+    with pytest.raises(ConfigError, match="values beyond float16's; take --dtype bfloat16"):
+        export(run, tmp_path / "new", dtype="float16")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("not to be lost")
     with pytest.raises(ConfigError, match="mine is there already"):
