@@ -188,7 +188,7 @@ def checked_dim(tensor: Tensor, dim: int) -> int:
 
 def require_dividing(tensor: Tensor, comm: Communicator, dim: int, what: str = "") -> None:
     """MismatchError unless ranks have equal parts along a dim; `what` says what that dim is."""
-    length = tensor.shape[dim]
+    length = tensor.shape[checked_dim(tensor, dim)]
     if length % comm.size:
         below, above = length // comm.size * comm.size, -(-length // comm.size) * comm.size
         near = f"{below} or {above}" if below else f"{above}"

@@ -80,6 +80,20 @@ def first_time(function: Callable[[], T]) -> T:
     return function() if results is None else results.next(function)
 
 
+@uncompiled
+def require_set_back(streams: Streams) -> None:
+    """Refuse to draw in a backward from streams that do not stand where they did in the first forward.
+
+    errors   OperationError in a backward that recomputes without them, or by other means
+    """
+    if torch._C._current_graph_task_id() != -1 and _SET_BACK.get() is not streams:
+        raise OperationError(
+            "dropout is computed again in backward, where it would drop other values than in forward, as what"
+            " recomputes it does not know its random streams; take "
+            "hpcpar.autograd.recompute(function, *tensors, streams=dropout.random_streams)"
+        )
+
+
 class _FirstResults:
     """Results of `first_time` in one first forward, in the order of the calls."""
 
@@ -107,6 +121,9 @@ class _FirstResults:
 _RESULTS: ContextVar[_FirstResults | None] = ContextVar("results of the first forward", default=None)
 
 
+_SET_BACK: ContextVar[Streams | None] = ContextVar("streams that stand as in forward", default=None)
+
+
 class _AsBefore:
     """Context of a recomputation: random streams, deferred gradients and results as in the first forward.
 
@@ -127,6 +144,7 @@ class _AsBefore:
             if self._streams is not None:
                 stack.callback(self._streams.load_state_dict, self._streams.state_dict())
                 self._streams.load_state_dict(self._first)
+                stack.callback(_SET_BACK.reset, _SET_BACK.set(self._streams))
             if self._deferred is not None:
                 # Each product keeps for backward what it kept the first time.
                 stack.enter_context(self._deferred.recording(again=True))

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
+from hpcpar.autograd import optimizers_on_parts
 from hpcpar.autograd.held_parameter import own_gradient
 from hpcpar.autograd.split_norms import (
     Spread,
@@ -80,6 +81,7 @@ def install() -> None:
         if "_unscale_grads_" not in _INSTALLED:
             GradScaler._unscale_grads_ = _unscale_grads_(GradScaler._unscale_grads_)  # type: ignore[method-assign]
             _INSTALLED.append("_unscale_grads_")
+    optimizers_on_parts.install()
 
 
 def _clip_grad_norm_(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hpcpar.autograd.checksum import checksum
-from hpcpar.autograd.own_functions import under_autocast
+from hpcpar.autograd.own_functions import differentiated_once, under_autocast
 from hpcpar.comm.agree import is_same_everywhere
 from hpcpar.context_parallel.block import wide
 from hpcpar.context_parallel.blockwise_attention import Attention, AttentionCall, WeightDropout, places_in
@@ -102,6 +103,9 @@ class ContextParallel:
         self._in_use: list[_MaskInUse] = []
         self._unchecked = CHECKED
 
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        return self  # a copy of a model is on the same ranks
+
     @contextmanager
     def using(self, mask: Mask) -> Iterator[None]:
         """Let the methods mean this mask, in forward and in backward (recomputation asks for it again)."""
@@ -165,18 +169,14 @@ class ContextParallel:
             self._in_use[-1].tokens = f" with tokens of checksum {checksum(tensor):08x}"
         return tensor.index_select(dim, self.places().to(tensor.device))
 
+    @uncompiled
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return all ranks' tokens in the order of the sequence, on every rank; collective, no gradient."""
+        """Return all ranks' tokens in the order of the sequence, on every rank. Collective, as is backward.
+
+        Gradients are summed over the ranks, so that the average over them is that of the ranks' losses.
+        """
         self._require_agreed(self.mask)
-        of_ranks = self.spans()
-        flat = tensor.detach().movedim(dim, 0).contiguous()
-        rest = flat[:1].numel() if len(flat) else math.prod(flat.shape[1:])
-        sizes = [sum(span.length for span in spans) * rest for spans in of_ranks]
-        gathered = self.comm.allgather(flat.reshape(-1), counts=sizes, out=flat.new_empty(sum(sizes)))
-        places = torch.cat([places_in(spans) for spans in of_ranks]).to(flat.device)
-        whole = flat.new_empty(self.mask.length, *flat.shape[1:])
-        whole[places] = gathered.view(whole.shape)
-        return whole.movedim(0, dim)
+        return _Unshard.apply(tensor, self.comm, self.spans(), dim)  # type: ignore[no-any-return, no-untyped-call]
 
     @uncompiled
     def attention(
@@ -276,6 +276,29 @@ class ContextParallel:
                 f"{', '.join(dtypes)}; they must be [B, A, {count}, D] and [B, K, {count}, D] with A a "
                 f"multiple of K, as this rank holds {count} of the {plan.mask.length} tokens, and of one type"
             )
+
+
+class _Unshard(Function):
+    """Tokens of all ranks in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, spans: tuple[Spans, ...], dim: int) -> Tensor:
+        flat = tensor.movedim(dim, 0).contiguous()
+        rest = math.prod(flat.shape[1:])
+        sizes = [sum(span.length for span in own) * rest for own in spans]
+        gathered = comm.allgather(flat.reshape(-1), counts=sizes, out=flat.new_empty(sum(sizes)))
+        places = torch.cat([places_in(own, flat.device) for own in spans])
+        whole = flat.new_empty(len(places), *flat.shape[1:])
+        whole[places] = gathered.view(whole.shape)
+        ctx.comm, ctx.sizes, ctx.dim, ctx.places, ctx.shape = comm, sizes, dim, places, flat.shape
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    @differentiated_once("ContextParallel.unshard; do without it")
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        by_rank = gradient.movedim(ctx.dim, 0)[ctx.places].reshape(-1)
+        own = ctx.comm.reduce_scatter(by_rank, counts=ctx.sizes)
+        return own.view(ctx.shape).movedim(0, ctx.dim), None, None, None
 
 
 def _levels(comm: Communicator, method: str, inner: int | None) -> tuple[Communicator, Communicator]:

@@ -28,6 +28,7 @@ from hpcpar.tensor_parallel.region_styles import Enter, Gather, LocalHeads, Norm
 from hpcpar.tensor_parallel.split import (
     Heads,
     Split,
+    draw_shard,
     gather_whole,
     own_shard,
     shard_state_dict,
@@ -64,6 +65,7 @@ __all__ = [
     "VocabularyEmbedding",
     "Whole",
     "causal_attention",
+    "draw_shard",
     "gather_whole",
     "own_shard",
     "parallelize",

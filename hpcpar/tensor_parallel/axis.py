@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcpar.errors import LayoutError
 
@@ -21,6 +21,9 @@ class Sharers:
 
     same: Communicator
     distinct: Communicator
+
+    def __deepcopy__(self, memo: Any) -> Sharers:
+        return self
 
 
 class TensorParallel:
@@ -68,6 +71,9 @@ class TensorParallel:
     def of(cls, tp: TensorParallel | Communicator) -> TensorParallel:
         """Wrap a communicator with the default options."""
         return tp if isinstance(tp, TensorParallel) else cls(tp)
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # a copy of a model, as for an average of its weights, is on the same ranks
 
     @property
     def rank(self) -> int:

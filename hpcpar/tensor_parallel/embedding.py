@@ -69,11 +69,11 @@ class VocabParallelEmbedding(Divided):
         self.split = split_evenly(vocabulary, size, padded=padded_length(vocabulary, size))
         self.weight = nn.Parameter(torch.empty(self.split.shard_length(self.tp.rank), hidden_size))
         place(self.weight, self.split, self.tp.comm)
+        self.shards = Sameness(self.tp.comm, "the weight of a vocabulary-parallel embedding")
         self.sameness = Sameness(self.tp.comm, "the tokens of a vocabulary-parallel embedding")
         if draw:
             self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw normal values for the whole table, the same for any number of ranks."""
 
@@ -85,6 +85,7 @@ class VocabParallelEmbedding(Divided):
         draw_shard(self.weight, fill)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.require_own_shard()
         self.sameness.require(tokens)
         if tokens.device.type == "cpu" and tokens.numel():
             self._require_known(tokens)
@@ -97,7 +98,7 @@ class VocabParallelEmbedding(Divided):
         rows = rows.masked_fill(foreign.unsqueeze(-1), 0.0)
         if not self.tp.sequence_parallel:
             return reduce_from(rows, self.tp.comm)
-        require_dividing(rows, self.tp.comm, SEQUENCE % rows.dim(), "a sequence")
+        require_dividing(rows, self.tp.comm, SEQUENCE, "a sequence")
         return reduce_scatter_to(rows, self.tp.comm, SEQUENCE)
 
     @property

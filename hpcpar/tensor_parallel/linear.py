@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpar.autograd import copy_to, gather_from, scatter_to
-from hpcpar.autograd.dim_collectives import require_dividing
+from hpcpar.autograd.dim_collectives import checked_dim, require_dividing
 from hpcpar.autograd.weight_grad_mode import stand_in
 from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel.axis import Sharers, TensorParallel
@@ -46,12 +46,9 @@ if TYPE_CHECKING:
 class _ParallelLinear(Divided):
     """Initial values of a linear layer with a divided weight."""
 
-    tp: TensorParallel
     in_features: int
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw as torch.nn.Linear, uniform within 1/√in_features: equal for any number of ranks."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
@@ -121,6 +118,7 @@ class ColumnParallelLinear(_ParallelLinear):
         for parameter in self.parameters(recurse=False):
             place(parameter, self.split, self.tp.comm, distinct=distinct)
         self.shared_input: SharedInput | None = None
+        self.shards = Sameness(distinct or self.tp.comm, "the weight of a column-parallel layer")
         self.sameness = Sameness(self.tp.comm, "the input of a column-parallel layer")
         self.sameness_of_gradient = Sameness(
             self.tp.comm, "the gradient of a column-parallel layer's gathered output"
@@ -132,6 +130,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.enter:
             (output,) = _project_together([self], x)
             return output
+        self.require_own_shard()
         if self.shared_input is not None:
             x = self.shared_input.entered(x)
         bias = None if self.bias is None else self.summed(self.bias)
@@ -265,12 +264,15 @@ def _project_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> lis
                 f"{column.tp.comm.name!r}; build them with the same one"
             )
     for column in columns:
+        column.require_own_shard()
         if x.shape[-1] != column.in_features:
             raise MismatchError(
                 f"a layer of {column.in_features} inputs got a tensor of shape {list(x.shape)}; its last "
                 f"dim must be {column.in_features} on every rank"
             )
-    if not tp.sequence_parallel:
+    if tp.sequence_parallel:
+        checked_dim(x, SEQUENCE)
+    else:
         columns[0].sameness.require(x)
     outputs = column_products(
         tp,
@@ -314,6 +316,7 @@ class RowParallelLinear(_ParallelLinear):
         self.split = split_evenly(in_features, self.tp.size, dim=1)
         self.weight = nn.Parameter(torch.empty(out_features, in_features // self.tp.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.shards = Sameness(self.tp.comm, "the weight of a row-parallel layer")
         self.sameness = Sameness(self.tp.comm, "the gradient of a row-parallel layer's output")
         self.sameness_of_input = Sameness(self.tp.comm, "the input of a row-parallel layer")
         place(self.weight, self.split, self.tp.comm)
@@ -323,6 +326,7 @@ class RowParallelLinear(_ParallelLinear):
             self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        self.require_own_shard()
         if not self.input_is_parallel:
             if x.shape[-1] == self.in_features:
                 self.sameness_of_input.require(x)
@@ -334,7 +338,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"pass a column-parallel layer's output, or set input_is_parallel=False"
             )
         if self.tp.sequence_parallel:
-            require_dividing(x, self.tp.comm, SEQUENCE % x.dim(), "a sequence")
+            require_dividing(x, self.tp.comm, SEQUENCE, "a sequence")
         output = row_product(self.tp, x, self.weight)
         if not self.tp.sequence_parallel:
             self.sameness.require_of_gradient(output)

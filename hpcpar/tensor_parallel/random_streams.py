@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hpcpar.autograd.recompute import require_set_back
 from hpcpar.errors import CheckpointError
 from hpcpar.seeds import parameter_seed
 
@@ -39,6 +40,8 @@ class RandomStreams:
         self.different = _generator(f"different/{replica}/{tp_rank}", seed, device)
 
     def generator(self, stream: Stream) -> torch.Generator:
+        """Return the generator to draw from; OperationError where recomputation would draw other numbers."""
+        require_set_back(self)
         return self.same if stream == "same" else self.different
 
     def seed(self, stream: Stream) -> int:
@@ -49,7 +52,7 @@ class RandomStreams:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the states of both as bytes: 5 kB each on the CPU, 16 bytes on a GPU."""
-        return {stream: self.generator(stream).get_state() for stream in STREAMS}
+        return {stream: getattr(self, stream).get_state() for stream in STREAMS}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a state of `state_dict`.
@@ -62,7 +65,7 @@ class RandomStreams:
                 f"it should have {' and '.join(STREAMS)}, as RandomStreams.state_dict() gives"
             )
         for stream in STREAMS:
-            self.generator(stream).set_state(state[stream])
+            getattr(self, stream).set_state(state[stream])
 
 
 def _generator(name: str, seed: int, device: torch.device | str) -> torch.Generator:

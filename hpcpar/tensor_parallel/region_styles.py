@@ -130,7 +130,7 @@ class Scatter(Style):
 
         def scatter(x: Tensor) -> Tensor:
             sameness.require(x)
-            require_dividing(x, tp.comm, SEQUENCE % x.dim(), "a sequence")
+            require_dividing(x, tp.comm, SEQUENCE, "a sequence")
             return scatter_to(x, tp.comm, SEQUENCE)
 
         return _with_argument_changed(module, self.argument, scatter) if tp.sequence_parallel else module

@@ -2,6 +2,7 @@
 
     column layer    its input; embedding: its tokens                       in forward
     norm            its weight                                             in forward
+    any weight      not the same: ranks with one seed may draw one shard   in forward, once
     row layer       the gradient of its output: by other labels, masks     in backward
     gathered        the gradient of what a column layer gathers            in backward
 
@@ -11,9 +12,10 @@ layer compares the fingerprint of a tensor over the ranks in its first calls, an
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,26 @@ class Sameness:
             tensor.register_hook(self._compare)  # type: ignore[no-untyped-call]
 
     @uncompiled
+    def require_shards(self, weight: Tensor) -> None:
+        """Check, in the first call, that ranks hold different shards of a weight. Collective.
+
+        errors   LayoutError on every rank if any has the values of rank 0, unless all of these are one number
+        """
+        if self._calls or not self._is_due():
+            return
+        everyone = fingerprints(weight, self._comm)
+        copies = (everyone[1:] == everyone[0]).all(dim=1).nonzero()
+        if len(copies) and weight.numel() and not (weight == weight.flatten()[0]).all():
+            raise LayoutError(
+                f"{self._what} has the same values on ranks 0 and {int(copies[0]) + 1} of "
+                f"{self._comm.name!r}, which hold different shards of it, so that what they compute would "
+                f"always be the same. If each drew its shard by one seed, draw the whole: hpcpar."
+                f"tensor_parallel.draw_shard(layer.weight, torch.nn.init.xavier_uniform_). If one rank sent "
+                f"its own to all, as DistributedDataParallel does, give that the ranks of dp alone: "
+                f"process_group=hpcpar.process_group_of(mesh.dp)"
+            )
+
+    @uncompiled
     def require_parts(self, given: Tensor, made: Tensor) -> None:
         """Check that ranks pass different inputs, or gradients, through a module with Norm(of_heads=True).
 
@@ -85,6 +107,9 @@ class Sameness:
                 f"its parameters' gradients, but all {self._comm.size} ranks of {self._comm.name!r} have the "
                 f"whole: it lies before the column layers or after the row layer; give it the style Norm()"
             )
+
+    def __deepcopy__(self, memo: Any) -> Sameness:
+        return copy.copy(self)  # with the same communicator
 
     def _is_due(self) -> bool:
         if self._comm.size == 1:

@@ -11,6 +11,7 @@ norms need.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,9 +28,11 @@ from hpcpar.autograd.torch_clipping import note_split_over
 from hpcpar.errors import LayoutError, MismatchError, ShardedParameterError
 from hpcpar.parameter_info import info_of, note
 from hpcpar.partition import bounds, offsets
+from hpcpar.tensor_parallel.sameness import Sameness
 
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
+    from hpcpar.tensor_parallel.axis import TensorParallel
 
 Range = tuple[int, int]
 """start, stop"""
@@ -260,12 +263,34 @@ def comm_of(parameter: Tensor) -> Communicator | None:
 class Divided(nn.Module):
     """Layer whose parameters carry their split, and so do parameters that replace them.
 
-    Replacements come from `to_empty` of a meta model, from `load_state_dict(…, assign=True)`, and from
-    assignment of a parameter of the same shape.
+    Replacements come from `copy.deepcopy` (also of torch's AveragedModel), from `to_empty` of a meta model,
+    from `load_state_dict(…, assign=True)`, and from assignment of a parameter of the same shape.
 
     `load_state_dict` takes whole parameters, of which each rank keeps its shard, or this rank's shards.
     `state_dict` is refused: it would save one rank's shards as if they were the model.
+
+    shards   compares the weights of the ranks, which hold different parts
     """
+
+    tp: TensorParallel
+    weight: nn.Parameter
+    shards: Sameness
+
+    def require_own_shard(self) -> None:
+        """Refuse a weight that is not the parameter which was divided, and one that each rank drew alike.
+
+        errors   LayoutError on every rank; collective at first
+        """
+        is_made = "parametrizations" in self._modules or {"weight_g", "weight_orig"} & self._parameters.keys()
+        weight = self.weight
+        if is_made or (isinstance(weight, nn.Parameter) and self.tp.size > 1 and split_of(weight) is None):
+            raise LayoutError(
+                f"the weight of a {type(self).__name__} is made of other parameters (weight norm, spectral "
+                f"norm, pruning), or another came in its place (torch's FSDP), of which norms and "
+                f"checkpoints would not know; leave this layer out of these, and shard parameters by "
+                f"hpcpar.DistributedOptimizer(…, zero_stage=…) or hpcpar.fully_shard"
+            )
+        self.shards.require_shards(weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # With keep_vars the values are the parameters themselves, which carry their split.
@@ -289,6 +314,13 @@ class Divided(nn.Module):
             if given.shape == split.whole_shape(parameter.shape):
                 state_dict[prefix + name] = own_shard(parameter, given)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():
+            _note_again(parameter, copied._parameters[name])
+        return copied
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         before = self._parameters.get(name)
@@ -336,8 +368,12 @@ def own_shard(parameter: Tensor, whole: Tensor) -> Tensor:
     return whole if split is None or comm is None else split.shard(whole, comm.rank)
 
 
+@torch.no_grad()
 def draw_shard(parameter: Tensor, fill: Callable[[Tensor], object]) -> None:
-    """Fill a whole tensor, equal for any number of ranks, and keep this rank's shard of it."""
+    """Fill a whole tensor, equal for any number of ranks, and keep this rank's shard of it.
+
+    fill   such as torch.nn.init.xavier_uniform_: of a shard it would know neither its values nor its fans
+    """
     split, comm = split_of(parameter), comm_of(parameter)
     assert split is not None, "a parallel layer's parameters carry their split"
     assert comm is not None, "and their communicator"

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from hpcpar.autograd.optimizers_on_parts import note_replaced
 from hpcpar.errors import LayoutError
 from hpcpar.tensor_parallel.axis import TensorParallel
 from hpcpar.tensor_parallel.embedding import VocabParallelEmbedding
@@ -303,6 +304,7 @@ def _with_shards(layer: nn.Module, whole: nn.Module) -> nn.Module:
     for name, parameter in layer.named_parameters(recurse=False):
         parameter.data = own_shard(parameter, wholes[name])
         parameter.requires_grad_(wholes[name].requires_grad)
+        note_replaced(wholes[name])
     # The same dicts, so that the handles of registered hooks still remove them.
     for hooks in HOOKS:
         setattr(layer, hooks, getattr(whole, hooks))

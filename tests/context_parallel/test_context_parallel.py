@@ -277,6 +277,23 @@ def test_heads_are_exchanged_with_the_bytes_of_the_theory(size: int, key_heads: 
     assert run_loopback(size, sent) == [4 * (8 // size + own_keys) * (size - 1)] * size
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_head_of_whole_sequences_has_the_gradients_of_one_process(size: int) -> None:
+    hidden = tensors(1, 1, torch.float64)[0].requires_grad_()
+    loss = (hidden.mean(2) * torch.arange(HEAD_SIZE)).square().sum()
+    (true,) = torch.autograd.grad(loss, hidden)
+
+    def found(comm: Communicator) -> float:
+        cp = ContextParallel(comm)
+        with cp.using(Mask(LENGTH, window=9)):
+            own = cp.shard(hidden.detach(), 2).requires_grad_()
+            whole = cp.unshard(own, 2)
+            (whole.mean(2) * torch.arange(HEAD_SIZE)).square().sum().backward()
+            return error([whole.detach(), own.grad / size], [hidden.detach(), cp.shard(true, 2)])
+
+    assert max(run_loopback(size, found)) < 1e-14
+
+
 def test_what_cannot_be_is_refused_with_what_fits() -> None:
     def heads(comm: Communicator) -> None:
         cp = ContextParallel(comm, "ulysses")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hpcpar import watch_activations
+from hpcpar.autograd import recompute
 from hpcpar.comm import Communicator, run_loopback
-from hpcpar.errors import ConfigError
+from hpcpar.errors import ConfigError, OperationError
 from hpcpar.tensor_parallel.dropout import Dropout
 from hpcpar.tensor_parallel.random_streams import RandomStreams, Stream
 
@@ -84,6 +86,21 @@ def test_gradients_are_right_the_first_and_the_second_time() -> None:
     tensor = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(same_mask, (tensor,))
     assert torch.autograd.gradgradcheck(lambda each: same_mask(each) ** 2, (tensor,))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "without streams", "with streams"])
+def test_recomputed_it_drops_the_same_again_or_is_refused(way: str) -> None:
+    layer, x = dropout(0.5), torch.ones(8, 8, requires_grad=True)
+    if way.endswith("reentrant"):
+        output = checkpoint(layer, x, use_reentrant=way == "reentrant")
+    else:
+        output = recompute(layer, x, streams=layer.random_streams if way == "with streams" else None)
+    if way == "with streams":
+        output.sum().backward()
+        assert torch.equal(x.grad, output)
+        return
+    with pytest.raises(OperationError, match=r"again in backward.*streams=dropout\.random_streams"):
+        output.sum().backward()
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hpcpar.autograd import DeferredGradients, gather_from
 from hpcpar.comm import Communicator, run_loopback
@@ -297,6 +298,14 @@ def test_what_does_not_fit_is_named() -> None:
         sequence = TensorParallel(comm, sequence_parallel=True)
         with pytest.raises(MismatchError, match=r"a sequence: 6 elements do not divide .* 4 or 8 would"):
             RowParallelLinear(8, 8, sequence)(torch.zeros(2, 6, 2))
+        for layer in (RowParallelLinear(8, 8, sequence), ColumnParallelLinear(2, 8, sequence)):
+            with pytest.raises(OperationError, match=r"dim -2 was asked for of a tensor of shape \[2\]"):
+                layer(torch.zeros(2))
+        for layer in (RowParallelLinear(8, 8, comm), ColumnParallelLinear(2, 8, comm, enter=False)):
+            with pytest.raises(
+                LayoutError, match=r"ParallelLinear is made of other parameters \(weight norm"
+            ):
+                weight_norm(layer)(torch.zeros(2))
         with pytest.raises(LayoutError, match="set sequence_parallel=True"):
             TensorParallel(comm, chunks=2)
         with pytest.raises(LayoutError, match="chunks=0"):

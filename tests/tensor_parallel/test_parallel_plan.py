@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
@@ -282,16 +283,24 @@ def test_hand_written_attention_trains_as_the_serial_one(shape: tuple[int, int],
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_tied_weights_stay_tied_and_train_as_the_serial_ones(size: int, way: dict[str, Any]) -> None:
-    compare(size, Decoder(tie=True), decoder_plan(), tokens(), **way)
+def test_tied_weights_stay_tied_and_train_as_the_serial_ones_and_so_do_copies(
+    size: int, way: dict[str, Any]
+) -> None:
+    serial, models = trained(Decoder(tie=True), tokens()), [Decoder(tie=True) for _ in range(size)]
 
-    def on_rank(comm: Communicator) -> bool:
-        model = parallelize(copies[comm.rank], decoder_plan(), TensorParallel(comm, **way))
-        whole = whole_state_dict(model)
-        return model.head.weight is model.embed.weight and whole["head.weight"] is whole["embed.weight"]
+    def on_rank(comm: Communicator) -> list[Trained]:
+        model = parallelize(models[comm.rank], decoder_plan(), TensorParallel(comm, **way))
+        copied = AveragedModel(model).module
+        for each in (model, copied):
+            whole = whole_state_dict(each)
+            assert each.head.weight is each.embed.weight
+            assert whole["head.weight"] is whole["embed.weight"]
+            assert split_over(each).keys() == split_over(model).keys()
+        return [trained(each, tokens()) for each in (copied, model)]
 
-    copies = [Decoder(tie=True) for _ in range(size)]
-    assert all(run(size, on_rank))
+    for found in run(size, on_rank):
+        for each in found:
+            require_same(each, serial)
 
 
 class Fused(nn.Module):

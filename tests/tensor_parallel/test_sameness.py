@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from hpcpar.comm import Communicator
 from hpcpar.comm import run_loopback as run
-from hpcpar.errors import MismatchError
+from hpcpar.errors import LayoutError, MismatchError
 from hpcpar.tensor_parallel import (
     Column,
+    ColumnParallelLinear,
     Enter,
     Gather,
     Norm,
@@ -23,8 +24,11 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     Scatter,
     TensorParallel,
+    VocabParallelEmbedding,
     Vocabulary,
     VocabularyEmbedding,
+    draw_shard,
+    gather_whole,
     parallelize,
     vocabulary_parallel_cross_entropy,
 )
@@ -122,6 +126,13 @@ def with_other_labels_of_sequences(comm: Communicator) -> None:
     functional.mse_loss(output, other(ROWS, comm)).backward()
 
 
+SPLIT: dict[str, tuple[Callable[[Communicator], nn.Module], Tensor]] = {
+    "column": (lambda comm: ColumnParallelLinear(8, 6, comm, bias=False), torch.ones(2, 8)),
+    "row": (lambda comm: RowParallelLinear(6, 8, comm, bias=False), torch.ones(2, 2)),
+    "embedding": (lambda comm: VocabParallelEmbedding(9, 4, comm), torch.arange(9)),
+}
+
+
 @pytest.mark.parametrize(
     ("program", "what"),
     [
@@ -150,6 +161,32 @@ def test_what_ranks_do_not_have_alike_is_named_on_every_rank(
     for found in run(2, refused):
         assert "is not the same on all ranks of 'world'" in found
         assert "seed by mesh.dp.rank" in found
+
+
+@pytest.mark.parametrize("layer", SPLIT)
+def test_shards_that_ranks_drew_alike_are_refused_and_wholes_that_they_drew_alike_are_right(
+    layer: str,
+) -> None:
+    build, x = SPLIT[layer]
+
+    def alike() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    def made(comm: Communicator) -> Tensor:
+        module = build(comm)
+        nn.init.normal_(module.weight, generator=alike())
+        with pytest.raises(LayoutError, match=r"the same values on ranks 0 and 1 .*\.draw_shard"):
+            module(x)
+        module = build(comm)
+        nn.init.zeros_(module.weight)
+        module(x)
+        module = build(comm)
+        draw_shard(module.weight, lambda whole: nn.init.xavier_uniform_(whole, generator=alike()))
+        module(x)
+        return gather_whole(module.weight)
+
+    for found in run(3, made):
+        assert torch.equal(found, nn.init.xavier_uniform_(torch.empty_like(found), generator=alike()))
 
 
 def test_ranks_that_part_later_are_found_too() -> None:

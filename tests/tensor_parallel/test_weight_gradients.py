@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +26,9 @@ from hpcpar.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
+    draw_shard,
     parallelize,
+    split_of,
 )
 
 TOLERANCE = 1e-12
@@ -158,10 +161,9 @@ def summed(calls: list[dict[str, int]]) -> dict[str, int]:
 def both(comm: Communicator, make: Callable[[], nn.Module], x: Tensor) -> tuple[Found, Found]:
     """Measure a whole backward, and a split one."""
     module = make().double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
+    draw = partial(nn.init.normal_, std=0.3, generator=torch.Generator().manual_seed(0))
+    for parameter in module.parameters():
+        draw_shard(parameter, draw) if split_of(parameter) else draw(parameter)
     return (
         measured(comm, module, x, deferred=None),
         measured(comm, module, x, deferred=DeferredGradients()),

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import hpcpar
 from hpcpar.errors import LayoutError, OperationError
@@ -74,6 +76,17 @@ def test_a_device_mesh_with_other_names_is_refused(ours) -> None:
         LayoutError, match=r"the dimensions \('rows',\) was asked for: name them pp, dp, cp, tp"
     ):
         mesh_of(init_device_mesh("cpu", (ours.size(),), mesh_dim_names=("rows",)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_torchs_wrappers_that_would_lose_how_a_layer_is_divided_are_refused(ours) -> None:
+    with Mesh(hpcpar.communicator_of(), tp=ours.size()) as mesh:
+        for wrapped in (
+            fully_shard(ColumnParallelLinear(8, 24, mesh.tp)),
+            DistributedDataParallel(ColumnParallelLinear(8, 24, mesh.tp)),  # of ranks that are not replicas
+        ):
+            with pytest.raises(LayoutError, match=r"torch's FSDP|process_group=.*mesh\.dp"):
+                wrapped(torch.ones(2, 8))
 
 
 def test_layers_of_torch_and_of_hpcpar_share_one_mesh(ours) -> None:
