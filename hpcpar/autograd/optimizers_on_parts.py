@@ -16,7 +16,7 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -33,14 +33,21 @@ from hpcpar.parameter_info import ParameterInfo, info_of
 if TYPE_CHECKING:
     from hpcpar.comm import Communicator
 
-OF_MATRICES = re.compile(
-    "Adafactor|CAME|SM3|Muon|Dion|Shampoo|SOAP|K_?FAC|Kron|PSGD|GaLore|APOLLO|LAMB|Lamb(?!da)|LARS|Lars|LARC|"
-    "NovoGrad|Adam_?[Mm]ini"
-)
-"""Names of optimizers that use means, norms or products of each matrix."""
+OF_MATRICES = {
+    "Adafactor|CAME|SM3": "it keeps the means of a matrix's rows and columns",
+    "Muon|Dion": "it makes the whole matrix of a layer's momentum orthogonal, which "
+    "hpcpar.DistributedOptimizer does for torch.optim.Muon itself, alone or in a CombinedOptimizer",
+    "Shampoo|SOAP|K_?FAC|Kron|PSGD": "it multiplies the whole matrix of a layer by preconditioners",
+    "GaLore|APOLLO|Fira": "it projects the whole matrix of a layer",
+    "LAMB|Lamb(?!da)|LARS|Lars|LARC|NovoGrad|Novograd|Adam_?[Mm]ini": "it uses the norms or means of layers",
+}
+"""Patterns of names of optimizers that need each matrix whole, and what for."""
 
-OF_ALL = re.compile("LBFGS|Prodigy|DAdapt|DoG$|Mechanic")
-"""Names of optimizers that use sums over all parameters."""
+OF_ALL = {
+    "LBFGS": "its search direction is a product of the gradients of all parameters",
+    "Prodigy|DAdapt|L?DoG$|Mechanic": "it estimates its rate from products over all parameters",
+}
+"""Patterns of names of optimizers that need all parameters together, and what for."""
 
 PARTS = "hpcpar_parts"
 """Key of an optimizer's state that tells whose parts it is of: [rank, size] of each communicator."""
@@ -119,8 +126,7 @@ def _norm(gradient: Tensor | None) -> float:
 
 
 def _require_known(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
-    of_all, of_matrices = OF_ALL.search(names), OF_MATRICES.search(names)
+    of_all, of_matrices = reason_of(optimizer, OF_ALL), reason_of(optimizer, OF_MATRICES)
     for parameter in parameters:
         if hasattr(parameter, REPLACED):
             raise OperationError(
@@ -132,11 +138,17 @@ def _require_known(optimizer: Optimizer, parameters: list[Tensor]) -> None:
         if (of_all and info.split_over) or (of_matrices and _is_divided(info)):
             raise OperationError(
                 f"{type(optimizer).__name__} was to step on a parameter of shape {list(parameter.shape)} "
-                f"that is one of several parts on the ranks of {info.split_over[0].name!r}, and it needs "
-                f"{'all parameters' if of_all else 'whole matrices'}: the result would not be the serial "
-                f"model's. Take an optimizer that treats each element by itself (AdamW, SGD, …), or Muon "
-                f"as hpcpar.DistributedOptimizer(torch.optim.Muon(…), …)"
+                f"that is one of several parts on the ranks of {info.split_over[0].name!r}, but "
+                f"{of_all or of_matrices}: the result would not be the serial model's. Take an optimizer "
+                f"that treats each element by itself (AdamW, SGD, …)"
             )
+
+
+def reason_of(optimizer: Optimizer, reasons: Mapping[str, str]) -> str | None:
+    """Return the first of these reasons whose pattern fits the name of the optimizer's class, or a base's."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    found = (why for name, why in reasons.items() if any(re.search(name, each) for each in names))
+    return next(found, None)
 
 
 def _state_dict(torchs: Callable[..., Any]) -> Callable[..., Any]:

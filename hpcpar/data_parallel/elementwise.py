@@ -13,7 +13,6 @@ from some size on, or estimate a rate only after hundreds of steps.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -21,18 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpcpar.autograd.optimizers_on_parts import OF_ALL, OF_MATRICES, reason_of
 from hpcpar.errors import OperationError
 
 WHOLE = {
-    "LBFGS": "its search direction is a product of the gradients of all parameters",
+    **OF_MATRICES,
+    **OF_ALL,
     "SparseAdam": "it takes sparse gradients, and shards hold dense ones",
-    "Adafactor|CAME|SM3": "it keeps the means of a matrix's rows and columns",
-    "Muon|Dion": "it makes the whole matrix of a layer's momentum orthogonal, which "
-    "hpcpar.DistributedOptimizer does for torch.optim.Muon itself, alone or in a CombinedOptimizer",
-    "Shampoo|SOAP|KFAC|K_?FAC|Kron|PSGD": "it multiplies the whole matrix of a layer by preconditioners",
-    "GaLore|APOLLO|Fira": "it projects the whole matrix of a layer",
-    "Prodigy|DAdapt|L?DoG$|Mechanic": "it estimates its rate from products over all parameters",
-    "LAMB|Lamb(?!da)|LARS|Lars|LARC|NovoGrad|Novograd|Adam_?[Mm]ini": "it uses the norms or means of layers",
     "8bit|4bit": "its state is quantized by blocks of a parameter, which pieces would cut",
     "ScheduleFree": "it counts steps in a group for all parameters together, and its eval() changes them",
     "Sophia|Ada[Hh]essian": "it takes curvature from gradients outside of step(), and shards show none",
@@ -60,10 +54,9 @@ def require_elementwise(optimizer: Optimizer, *, said: bool = False) -> None:
 
     said   by its user, of a class that is not known
     """
-    for kind in type(optimizer).__mro__:
-        reason = next((why for name, why in WHOLE.items() if re.search(name, kind.__name__)), None)
-        if reason is not None:
-            raise _refusal(optimizer, reason)
+    reason = reason_of(optimizer, WHOLE)
+    if reason is not None:
+        raise _refusal(optimizer, reason)
     if steps_as_torch_does(optimizer):
         return
     for group in optimizer.param_groups:

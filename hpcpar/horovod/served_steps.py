@@ -25,7 +25,7 @@ class ServedSteps:
         self.serve: dict[str, Callable[[], None]] = {}
         self._comm = comm
         self._loans: weakref.WeakKeyDictionary[Any, list[Loan]] = weakref.WeakKeyDictionary()
-        self._step_on: dict[Communicator, str] = {}
+        self._step_on: dict[str, str] = {}
         self._retired: deque[str] = deque()
 
     def __bool__(self) -> bool:
@@ -41,8 +41,8 @@ class ServedSteps:
         """
         loan = self._comm.lend("gradients", "gradients")
         self._loans.setdefault(borrower, []).append(loan)
-        self.serve.pop(self._step_on.get(loan.comm, ""), None)
-        self._step_on[loan.comm] = step
+        self.serve.pop(self._step_on.get(loan.comm.name, ""), None)
+        self._step_on[loan.comm.name] = step
         return loan.comm
 
     def retire(self, step: str) -> None:

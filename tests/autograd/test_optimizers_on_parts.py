@@ -13,7 +13,7 @@ from hpcpar.tensor_parallel import Column, ColumnParallelLinear, parallelize
 
 INPUT = torch.linspace(-1, 2, 12, dtype=torch.float64).view(3, 4)
 
-NEEDED = {"Adafactor": "whole matrices", "Muon": "whole matrices", "LBFGS": "all parameters"}
+NEEDED = {"Adafactor": "rows and columns", "Muon": "the whole matrix", "LBFGS": "all parameters"}
 
 
 def backward(layer: nn.Module) -> Tensor:
@@ -35,7 +35,7 @@ def test_an_optimizer_that_needs_more_than_elements_is_refused_where_a_matrix_is
         if size == 1:
             optimizer.step(lambda: backward(layer))
             return
-        with pytest.raises(OperationError, match=f"^{name} was to step .* it needs {NEEDED[name]}"):
+        with pytest.raises(OperationError, match=f"^{name} was to step .* but its? .*{NEEDED[name]}"):
             optimizer.step(lambda: backward(layer))
 
     run_loopback(2, lambda comm: step(comm, 2))
